@@ -82,13 +82,11 @@ def begin(states: Mapping[Any, Mapping[str, Any]], new: Sequence[dict[str, Any]]
 
 
 def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -> None:
-    """Parameters that were not in the step take over what the model has come to."""
-    stepped = {id(s) for bucket in buckets for s in bucket.states}
-    for bucket in buckets:
-        for name in _of_model(bucket.variant):
-            value = bucket.states[0][name]
-            for s in states.values():
-                if name in s and id(s) not in stepped:
-                    s[name].copy_(value)
-        if bucket.states:
-            return
+    """Parameters that were not in the step, or have no elements, take over what the model has come to."""
+    live = [(b.variant, s) for b in buckets for p, s in zip(b.params, b.states, strict=True) if p.numel()]
+    stepped = {id(s) for _, s in live}
+    values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
+    for s in states.values():
+        if id(s) not in stepped:
+            for name in values.keys() & s.keys():
+                s[name].copy_(values[name])

@@ -70,7 +70,11 @@ def drive(bucket: Bucket, room: Workspace, scalars: Sequence[float], kernels: Ca
         else:
             for name in part.temps:
                 at = room.offsets[position[name]]
-                total = yield [room.memory[k] for k in at]
+                # Nothing is computed for a tensor without elements: its room holds the total of the step before.
+                total = yield [
+                    room.memory[k] if p.numel() else room.memory.new_zeros(())
+                    for p, k in zip(bucket.params, at, strict=True)
+                ]
                 for k in at:
                     room.memory[k] = total
 

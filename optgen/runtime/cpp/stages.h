@@ -469,20 +469,24 @@ inline void add_tile(Reduction r, float *lanes, const float *x, const Stage &s, 
 OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, char *room,
                       const Known &known) {
     const int most = s.size / s.block;
-    const bool flat = grid.columns == t.numel;
-    const bool whole = flat && (s.block == 1 ? count % UNIT == 0 : count == most && (first + count) * s.block <= t.numel);
     const int64_t lanes = (int64_t)count * s.block, padded = (lanes + UNIT - 1) / UNIT * UNIT;
     int64_t start[BLOCKS_OF_TILE];
+    int64_t length[BLOCKS_OF_TILE];
     int live[BLOCKS_OF_TILE];
-    int runs = 1;  // stretches of elements that lie side by side
-    start[0] = first * s.block;
-    live[0] = (int)least(lanes, t.numel - start[0]);
-    if (!flat || (s.block > 1 && !whole)) {
-        runs = count;
+    int runs = 1;  // stretches of elements that lie side by side: one where the blocks are of one row
+    start[0] = first / grid.per_row * grid.columns + first % grid.per_row * s.block;
+    length[0] = least(lanes, grid.columns - first % grid.per_row * s.block);
+    // Elements are read and written where they lie, and so are the values of a whole tile's blocks.
+    const bool full = s.block == 1 ? count % UNIT == 0 : length[0] == lanes, whole = full && (s.block == 1 || count == most);
+    if (!full && s.block > 1) {
+        runs = first % grid.per_row + count <= grid.per_row ? 1 : count;
         for (int b = 0; b < count; b++) {
             const int64_t row = (first + b) / grid.per_row, lane = (first + b) % grid.per_row * s.block;
-            start[b] = row * grid.columns + lane;
             live[b] = (int)least(s.block, grid.columns - lane);
+            if (runs > 1) {
+                start[b] = row * grid.columns + lane;
+                length[b] = live[b];
+            }
         }
     }
     const int64_t pace = runs > 1 ? s.block : lanes;
@@ -492,13 +496,13 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
         at[c] = (char *)t.at[p.column];
         if (p.reduction != NONE) {
             at[c] = (char *)tile_room(s, room, c);
-            if (t.dense && whole)
+            if (t.dense && full)
                 at[c] = (char *)dense_copy(s, t, c) + 4 * start[0];
         } else if (p.kind == ROW || p.kind == COLUMN || p.kind == MATRIX) {
             float *to = tile_room(s, room, c);
             for (int k = 0; k < runs; k++) {
-                expand(p, t, (const float *)at[c], to + k * pace, start[k], live[k]);
-                fill(to + k * pace + live[k], (runs > 1 ? pace : padded) - live[k], 0.0f);
+                expand(p, t, (const float *)at[c], to + k * pace, start[k], length[k]);
+                fill(to + k * pace + length[k], (runs > 1 ? pace : padded) - length[k], 0.0f);
             }
             at[c] = (char *)to;
         } else if (p.kind == BLOCK_OF) {
@@ -508,31 +512,32 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
                 at[c] = (char *)tile_room(s, room, c);
             }
         } else if (p.kind == ELEMENT) {
-            if (whole) {
+            if (full) {
                 at[c] += start[0] * p.bytes;
                 continue;
             }
             char *to = (char *)tile_room(s, room, c);
             for (int k = 0; k < runs; k++) {
-                memcpy(to + k * pace * p.bytes, at[c] + start[k] * p.bytes, (size_t)live[k] * p.bytes);
-                memset(to + (k * pace + live[k]) * p.bytes, 0, (size_t)((runs > 1 ? pace : padded) - live[k]) * p.bytes);
+                memcpy(to + k * pace * p.bytes, at[c] + start[k] * p.bytes, (size_t)length[k] * p.bytes);
+                memset(to + (k * pace + length[k]) * p.bytes, 0,
+                       (size_t)((runs > 1 ? pace : padded) - length[k]) * p.bytes);
             }
             at[c] = to;
         }
     }
-    s.tile(at, count, whole || s.block == 1 ? nullptr : live, (int32_t)(first * s.block), -1, known);
+    s.tile(at, count, full || s.block == 1 ? nullptr : live, (int32_t)(first * s.block), -1, known);
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         if (p.reduction != NONE) {
             const float *x = (const float *)at[c];
-            for (int k = 0; t.dense && !whole && p.source == c && k < runs; k++)
-                memcpy(dense_copy(s, t, c) + start[k], x + k * pace, (size_t)live[k] * 4);
-        } else if (p.written && !whole) {
+            for (int k = 0; t.dense && !full && p.source == c && k < runs; k++)
+                memcpy(dense_copy(s, t, c) + start[k], x + k * pace, (size_t)length[k] * 4);
+        } else if (p.written) {
             char *to = (char *)t.at[p.column];
-            if (p.kind == BLOCK_OF)
+            if (p.kind == BLOCK_OF && !whole)
                 memcpy(to + first * p.bytes, at[c], (size_t)count * p.bytes);
-            for (int k = 0; p.kind == ELEMENT && k < runs; k++)
-                memcpy(to + start[k] * p.bytes, at[c] + k * pace * p.bytes, (size_t)live[k] * p.bytes);
+            for (int k = 0; p.kind == ELEMENT && !full && k < runs; k++)
+                memcpy(to + start[k] * p.bytes, at[c] + k * pace * p.bytes, (size_t)length[k] * p.bytes);
         }
     }
 }
@@ -545,11 +550,16 @@ inline bool sums_segments(const Stage &s) {
     return false;
 }
 
+// Blocks that one thread works on at a time.
+inline int64_t flat_unit(const Stage &s, const Grid &grid) {
+    return (sums_segments(s) || grid.blocks != grid.per_row ? SEGMENT : s.size) / s.block;
+}
+
 OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
     const Grid grid(t, s.block);
     const bool segments = sums_segments(s);
     const int most = s.size / s.block;
-    const int64_t unit = segments ? SEGMENT / s.block : most;
+    const int64_t unit = flat_unit(s, grid);
     for (int64_t k = low; k < high; k++) {
         const int64_t end = least((k + 1) * unit, grid.blocks);
         for (int c = 0; segments && c < s.count; c++)
@@ -559,6 +569,8 @@ OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t
             int now = (int)least(most, end - first);
             if (s.block == 1 && now >= UNIT)
                 now -= now % UNIT;
+            if (grid.per_row >= most)  // tiles of one row each, where that does not leave them nearly empty
+                now = (int)least(now, grid.per_row - first % grid.per_row);
             flat_tile(s, t, grid, first, now, room, known);
             for (int c = 0; segments && c < s.count; c++) {
                 const Place &p = s.places[c];
@@ -583,8 +595,8 @@ inline int64_t sweep_units(const Stage &s, const Shape &t) {
         const Panels shape(s, t);
         return t.matrices * shape.bands * shape.panels;
     }
-    const int64_t unit = (sums_segments(s) ? SEGMENT : s.size) / s.block;
-    return (Grid(t, s.block).blocks + unit - 1) / unit;
+    const Grid grid(t, s.block);
+    return (grid.blocks + flat_unit(s, grid) - 1) / flat_unit(s, grid);
 }
 
 inline int64_t segments(const Stage &s, const Shape &t) {
