@@ -12,7 +12,8 @@ from optgen.base.loc import Loc
 from optgen.base.names import camel, is_snake
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.source import Source
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Matrix, Spec
+from optgen.lang.values import author_loc
 
 LEAVES = ("p", "g", "t")
 # Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
@@ -29,22 +30,27 @@ CALLED = frozenset(
 
 
 def optimizer(
-    *, cite: str = "", like: str | None = None, name: str | None = None
+    *, cite: str = "", like: str | None = None, name: str | None = None, matrix: Matrix = "last"
 ) -> Callable[[Callable[..., Any]], Spec]:
     """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
     cite  the paper
     like  the optimizer whose names, defaults and checkpoints it shares, e.g. "torch.optim.AdamW"
     name  the generated class; by default the function's name in CamelCase
+    matrix  whose rows and columns are reduced: "last", of the last two dimensions, once for each index of the leading
+            ones; "first", of the first dimension (output neurons, channels) against all others
     """
+    if matrix not in ("last", "first"):
+        hint = "first: dimension 0 against all others; last: the last two dimensions"
+        raise UserError("E113", loc=author_loc(), what=f'matrix= is "first" or "last", got {matrix!r}', hint=hint)
 
     def make(function: Callable[..., Any]) -> Spec:
-        return _spec(function, cite, like, name)
+        return _spec(function, cite, like, name, matrix)
 
     return make
 
 
-def _spec(function: Callable[..., Any], cite: str, like: str | None, name: str | None) -> Spec:
+def _spec(function: Callable[..., Any], cite: str, like: str | None, name: str | None, matrix: Matrix) -> Spec:
     source = Source(function)
     if not is_snake(source.name):
         raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case")
@@ -69,6 +75,7 @@ def _spec(function: Callable[..., Any], cite: str, like: str | None, name: str |
         states=tuple(d for d in declared if isinstance(d, StateDecl)),
         host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
         takes_step="t" in leaves,
+        matrix=matrix,
         order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
         function=function,
         source=source,

@@ -6,6 +6,7 @@ statistic one per column.  On torch tensors they keep their dimensions, so that 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -29,6 +30,31 @@ def _reduce(op: str, x: Num, function: str) -> Any:
 
 def _extent(x: Value, name: str) -> Value:
     return Value(ir.extent(name), x.record)
+
+
+def _size(x: Num, name: str) -> Any:
+    """How many rows, columns or elements the tensor has that x has a value per element of."""
+    if isinstance(x, Value):
+        if x.node.space != spaces.elem:
+            raise UserError("E201", loc=author_loc(), function=name, want="elem", got=x.node.space)
+        return _extent(x, name)
+    shape = tuple(getattr(x, "shape", ()))
+    return float(math.prod({"rows": shape[-2:-1], "columns": shape[-1:], "elements": shape}[name]))
+
+
+def rows(x: Num) -> Num:
+    """How many rows the matrix of x has."""
+    return _size(x, "rows")
+
+
+def columns(x: Num) -> Num:
+    """How many columns the matrix of x has: the terms of a row's sum."""
+    return _size(x, "columns")
+
+
+def elements(x: Num) -> Num:
+    """How many elements x has."""
+    return _size(x, "elements")
 
 
 def _count(x: Value, target: Space) -> Value:
