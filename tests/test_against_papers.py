@@ -56,7 +56,9 @@ def cases(name: str) -> Iterator[tuple[dict[str, bool], dict[str, Any]]]:
             flags = dict(zip(free, values, strict=True))
             if all(not flags.get(f.name) or not f.needs or hypers[f.needs] for f in spec.flags):
                 hypers |= {f.excludes: 0.0 for f in spec.flags if f.excludes and flags.get(f.name)}
-                yield flags, hypers
+                # AdamP's threshold: by the default one, gradients at random are seldom at right angles to a weight.
+                for more in [{"delta": x} for x in (0.2, 1.0, 2.5)] if "delta" in hypers else [{}]:
+                    yield flags, hypers | more
 
 
 CASES = [(name, k) for name in sorted(REDUCING) for k in range(len(list(cases(name))))]
