@@ -6,12 +6,14 @@ import pytest
 from test_lang import lamb
 
 from optgen import passes
+from optgen.driver.explain import why_last
 from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
 from specs import plans
 from specs.came import came
+from specs.sm3 import sm3
 
 
 def step(spec: Spec, plan: str = "fp32_master") -> Step:
@@ -60,3 +62,14 @@ def test_traffic_counts_every_sweep(spec: Spec, most: float) -> None:
     written = sum(size.get(x.buffer, 0.0) for stage in s.sweeps for x in stage.schedule.sweep.stores)
     assert s.traffic == (read, written)
     assert sum(s.traffic) <= most
+
+
+def test_explain_names_the_lines_that_need_all_elements() -> None:
+    """Each statistic once, at the line that takes it first; means of few values need no sweep."""
+    why = why_last(step(came))
+    for name, op in [("exp_avg_sq_row", "row_sum"), ("exp_avg_sq_col", "col_sum"), ("update", "tensor_sum")]:
+        assert why.count(f"{name} (") == 1
+        assert f"needs {op}" in why
+    assert why.startswith("4 sweeps: exp_avg_sq_row (")
+    assert "mat_sum" not in why
+    assert "1 sweep and work on what it reduces: accumulator_row (" in why_last(step(sm3))

@@ -19,6 +19,7 @@ from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower
+from optgen.ops import spaces
 from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Finding
@@ -197,9 +198,12 @@ def why_last(step: Step) -> str:
         of = f" (and of its block of {program.block})" if program.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
     users = []
+    seen: set[int] = set()
     for let in program.body:
-        inside = [n for n in postorder([let.node]) if n.op in REDUCTIONS]
-        if inside and let.loc is not None and any(n is let.node or n in let.node.args for n in inside):
+        of_elements = (n for n in postorder([let.node]) if n.op in REDUCTIONS and n.args[0].space == spaces.elem)
+        inside = [n for n in of_elements if n.uid not in seen]
+        seen |= {n.uid for n in inside}
+        if inside and let.loc is not None:
             users.append(f"{let.name} ({let.loc.short}) needs {', '.join(dict.fromkeys(n.op for n in inside))}")
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
