@@ -624,6 +624,7 @@ RECURRENCES = {
     "adam": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
     "adam_mini": {"m": (EMA, 0.9), "vmean_row": (EMA, 0.999), "vmean": (EMA, 0.999)},
     "adamax": {"exp_avg": (EMA, 0.9), "exp_inf": (MAX, 0.999)},
+    "adamp": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999)},
     "adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
     "adan": {"exp_avg": (EMA, 0.98), "exp_avg_diff": (EMA, 0.92), "exp_avg_sq": (EMA, 0.99), "prev_grad": (PREVIOUS,)},
     "ademamix": {"exp_avg": (EMA, 0.9), "exp_avg_slow": (EMA, 0.9999), "exp_avg_sq": (EMA, 0.999)},
@@ -653,6 +654,7 @@ RECURRENCES = {
     "rmsprop": {"square_avg": (EMA, 0.99), "grad_avg": (EMA, 0.99), "momentum_buffer": (EMA, 0.7)},
     "rprop": {"prev": (PREVIOUS,), "step_size": ("multiplicative",)},
     "sgd": {"momentum_buffer": (EMA, 0.7)},
+    "sgdp": {"momentum_buffer": (EMA, 0.9)},
     "sgdw": {"momentum_buffer": (EMA, 0.7)},
     "signum": {"momentum_buffer": (EMA, 0.7)},
     # The largest of a row of minima: no decay, and no one old value that it could be one of.

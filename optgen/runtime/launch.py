@@ -183,7 +183,10 @@ def signature(bucket: Bucket) -> Signature:
     params, states = bucket.params, bucket.states
     columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
     columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
-    return [p.shape for p in params], bucket.streams, columns
+    shapes = [p.shape for p in params]
+    if bucket.variant.matrix != "last":
+        shapes = [layout.matrix_shape(bucket.variant.matrix, shape) for shape in shapes]
+    return shapes, bucket.streams, columns
 
 
 @dataclass(slots=True)
