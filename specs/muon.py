@@ -5,7 +5,9 @@ from optgen.lang import (
 )  # fmt: skip
 
 
-@optimizer(cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982", matrix="first")
+@optimizer(
+    cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982", matrix="first"
+)
 def muon(
     p, g, t,
     momentum_buffer=state(),
