@@ -529,7 +529,8 @@ def test_the_formulas_compute_what_the_function_does(case: tuple[str, dict[str, 
     hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
-    p, g, t = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64), 10 if at_interval(spec, setting) else 12
+    p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
+    t = 10 if at_interval(spec, setting) else 12
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
     known: dict[str, float] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_{t-1}": p.item()} | ALONE
     known |= {f"{k}_{{t-1}}": v.item() for k, v in states.items()} | {f"{k}_{{t-1}}": v for k, v in host.items()}
@@ -555,7 +556,8 @@ def test_the_plain_formulas_compute_what_the_function_does(case: tuple[str, dict
     hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
     free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
     host = {s.name: 0.3 for s in spec.present_host(setting)}
-    p, g, t = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64), 10 if at_interval(spec, setting) else 12
+    p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
+    t = 10 if at_interval(spec, setting) else 12
     new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
     known: dict[str, Any] = by_part(spec, hypers) | {"g": g.item(), "t": float(t), "p_old": p.item()} | ALONE
     known |= {f"{k}_old": v.item() for k, v in states.items()} | {f"{k}_old": v for k, v in host.items()}
@@ -626,7 +628,8 @@ RECURRENCES = {
         "numerator_weighted": ("other",),
     },
     "lookahead_adamw": {
-        "exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0), "slow": [("constant",), (EMA, 0.5)],
+        "exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0),
+        "slow": [("constant",), (EMA, 0.5)],
     },
     "muon": {"momentum_buffer": [(EMA, 0.95), (EMA, 0.9)], "exp_avg_sq": (EMA, 0.95)},
     "normuon": {"momentum_buffer": [(EMA, 0.95), (EMA, 0.9)], "exp_avg_sq": (EMA, 0.95), "row_sq": (EMA, 0.95)},
