@@ -508,7 +508,7 @@ def test_through_kernels_states_stay_finite_wherever_fp32_does(cell: Cell, maths
     run, fp32 = (Run(b, weight, weight_decay=0.0, lr=1e-4) for b in (built, exact))
     for _ in range(4):
         unit = torch.randn(weight.shape, generator=draw).clamp(-3, 3)
-        g = (unit * torch.tensor(sizes).view(-1, 1)).bfloat16()
+        g = (unit * torch.tensor(RANGE).view(-1, 1)).bfloat16()
         step(run, g)
         fp32.step(g)
         kept, true = run.decoded(), fp32.decoded()
