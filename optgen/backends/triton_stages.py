@@ -255,12 +255,12 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         f"    columns = tl.load(row + {frame.matrices + 2})",
         "    if ALIGNED:",
         "        columns = tl.multiple_of(columns, 16)",
-        "    number = tl.load(item + 1).to(tl.int64)",
-        f"    panels = tl.cdiv(columns, {panel})",
-        f"    left = number % panels * {panel}",
-        "    stack = tl.cdiv(rows, 64)  # of panels in each matrix",
-        "    matrix = number // panels // stack",
-        "    below = number // panels % stack * 64",
+        "    number = tl.load(item + 1)",
+        f"    panels = tl.cdiv(columns, {panel}).to(tl.int32)",
+        f"    left = (number % panels).to(tl.int64) * {panel}",
+        "    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix",
+        "    matrix = (number // panels // stack).to(tl.int64)",
+        "    below = (number // panels % stack).to(tl.int64) * 64",
         "    top = matrix * rows + below",
         "    height = tl.minimum(rows - below, 64).to(tl.int32)",
         f"    width = tl.minimum(columns - left, {panel}).to(tl.int32)",
@@ -281,9 +281,9 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         elif b.space == spaces.elem:
             out.append(f"    {b.name}_ptr += top * columns + left")
         elif b.role == "partial" and b.space.name == "row":
-            out.append(f"    {b.name}_ptr += number % panels * (tl.load(row + {frame.matrices}) * rows) + top")
+            out.append(f"    {b.name}_ptr += number % panels * (rows * tl.load(row + {frame.matrices})) + top")
         elif b.role == "partial":
-            out.append(f"    {b.name}_ptr += number // panels * columns + left")
+            out.append(f"    {b.name}_ptr += (number // panels).to(tl.int64) * columns + left")
         elif b.space.name in _FIRST:
             out.append(f"    {b.name}_ptr += {_FIRST[b.space.name]}")
     if block > 1:
