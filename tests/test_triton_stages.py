@@ -1,7 +1,7 @@
 """Steps of several sweeps through Triton: in strict maths, interpreted, they give eager torch's bits.
 
 Tensors of all kinds of shapes lie in one bucket: matrices that fill panels and that do not, rows longer and shorter
-than a panel, more than two dimensions, where blocks straddle rows, vectors, a scalar, and nothing.
+than a panel, more than two dimensions with blocks that straddle rows and that do not, vectors, a scalar, and nothing.
 """
 
 from __future__ import annotations
@@ -188,12 +188,14 @@ CASES = [
     case(lamb, "bf16_sr", [(5, 70), (300,)]),
     case(came, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5), (), (300,)]),
     case(came, "blocks16", [(66, 70), (3, 300), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5), ()]),
+    case(came, "blocks16", [(2, 65, 64)]),
+    case(came, "blocks16", [(2, 68, 64), (2, 2, 9, 520), (2, 41, 100)], slow=True),
     case(came, "blocks512", [(3, 1030)], slow=True),
     case(came, "int8_split24", [(70, 150), (9, 1030), (66, 70), (3, 30, 70)], slow=True),
     case(came, "int8_split24", [(17000,), ()], slow=True),
     case(came, "bf16_sr", [(66, 150), (2, 3, 70), (300,)]),
     case(extremes, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5)]),
-    case(extremes, "blocks16", [(3, 300), (66, 1), (2, 3, 70)]),
+    case(extremes, "blocks16", [(3, 300), (66, 1), (2, 3, 70), (2, 64, 64)]),
     case(largest, "fp32", [(40, 150), (2, 3, 70), (17000,), (), (0,)]),
     case(largest, "blocks16", [(300,), (5, 70)]),
     case(largest, "int8_split24", [(17000,), (5, 70)], slow=True),

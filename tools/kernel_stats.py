@@ -7,7 +7,7 @@ counted per element and by class.  The counts are what the performance tests com
     print(analyse(compiled, elements=256))
 
 The *main loop* is the range of the widest backward branch; a kernel without one is counted whole.  Kernels that walk
-panels have a loop without masks and one with: there it is the narrowest that loads.  `elements` is what one iteration
+panels have a loop without masks and one with: there it is the narrower.  `elements` is what one iteration
 of that loop does for the whole program, so that `per_element` is instructions per thread and element.
 
 Works with Triton 3.6 to 3.9; NVIDIA targets need the `nvdisasm` and `cuobjdump` that come with the Triton wheel, AMD
@@ -166,10 +166,12 @@ class Code:
 
     def main_loop(self, narrowest: bool = False) -> tuple[Instruction, ...]:
         """The range of the widest backward branch, or everything where there is none; `narrowest`: of those that load
-        from memory."""
-        loading = re.compile(r"LDG|global_load")
-        if narrowest and (loads := [x for x in self.loops() if any(loading.match(i.opcode) for i in x)]):
-            return min(loads, key=len)
+        a tile from memory."""
+        loops = self.loops()
+        loaded = [sum(width(i.opcode) for i in x if re.match(r"LDG|global_load", i.opcode)) for x in loops]
+        if narrowest and any(loaded):
+            # Masked or not, a tile is loaded; narrow loops beside may load a value or two.
+            return min((x for x, bits in zip(loops, loaded, strict=True) if 2 * bits >= max(loaded)), key=len)
         return max(self.loops(), key=len, default=self.instructions)
 
 
@@ -477,7 +479,7 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
     constants = {a: known[a] for a in fn.arg_names if a in known}
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
-        width = int(panel[1]) if panel else 256
+        width = int(panel[1]) if panel else 2048 if "LANES" in constants else 256
         warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else launch.stages.BETWEEN)
         warps = max(warps * 32 // gpu.warp_size, 1)
         yield Job(name, fn, signature, constants, width, warps, ("table", "work"), (target,), panels=panel is not None)

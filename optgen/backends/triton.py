@@ -430,8 +430,8 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
     "origin count before number pair odd part end few few_blocks matrices rows width height top left panel panels "
-    "padded entry group live_row live_col live_mat at_row at_col at_mat extent_rows extent_columns "
-    "extent_elements".split()
+    "stack matrix below which full padded group live_row live_col live_mat at_row at_col at_mat extent_rows "
+    "extent_columns extent_elements".split()
 )
 
 

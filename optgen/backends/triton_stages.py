@@ -3,10 +3,11 @@
 A sweep that touches neither rows, columns nor matrices walks the tiles of segments, as a step of one sweep does (see
 triton.py).  Any other comes as two kernels over one tile function:
 
-    <name>        tensors of at most two dimensions.  A work item is a panel of columns and 64 rows of the matrix; a
-                  tile is a few of these rows.  Sums of columns stay in the registers of the threads that hold the
-                  columns.  A panel is W columns: 16 storage blocks, or 1024 where nothing is stored in blocks.
-    <name>_flat   the others.  Blocks lie along dimension 0 against the rest, so they straddle rows and matrices: tiles
+    <name>        tensors whose blocks lie in rows of their matrices: all of at most two dimensions, others where rows
+                  are whole blocks.  A work item is a panel of columns and 64 rows of a matrix; a tile is a few of these
+                  rows.  Sums of columns stay in the registers of the threads that hold the columns.  A panel is W
+                  columns: 16 storage blocks, or 1024 where nothing is stored in blocks.
+    <name>_flat   any tensor.  Blocks lie along dimension 0 against the rest, and may straddle rows and matrices: tiles
                   of blocks gather the values of their rows and columns, and the operands of reductions are stored
                   densely, for kernels of optgen.runtime.triton_prelude to add up.
 
@@ -262,10 +263,12 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         "        columns = tl.multiple_of(columns, 16)",
         "    number = tl.load(item + 1)",
         f"    panels = tl.cdiv(columns, {panel}).to(tl.int32)",
-        "    panel = number % panels",
-        "    top = (number // panels).to(tl.int64) * 64",
-        f"    left = panel.to(tl.int64) * {panel}",
-        "    height = tl.minimum(rows - top, 64).to(tl.int32)",
+        f"    left = (number % panels).to(tl.int64) * {panel}",
+        "    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix",
+        "    matrix = (number // panels // stack).to(tl.int64)",
+        "    below = (number // panels % stack).to(tl.int64) * 64",
+        "    top = matrix * rows + below",
+        "    height = tl.minimum(rows - below, 64).to(tl.int32)",
         f"    width = tl.minimum(columns - left, {panel}).to(tl.int32)",
     ]
     if block > 1:
@@ -284,11 +287,11 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         elif b.space == spaces.elem:
             out.append(f"    {b.name}_ptr += top * columns + left")
         elif b.role == "partial" and b.space.name == "row":
-            out.append(f"    {b.name}_ptr += panel * rows + top")
+            out.append(f"    {b.name}_ptr += number % panels * (rows * tl.load(row + {frame.matrices})) + top")
         elif b.role == "partial":
-            out.append(f"    {b.name}_ptr += top // 64 * columns + left")
-        elif b.space.name in ("row", "col"):
-            out.append(f"    {b.name}_ptr += {'top' if b.space.name == 'row' else 'left'}")
+            out.append(f"    {b.name}_ptr += (number // panels).to(tl.int64) * columns + left")
+        elif b.space.name in _FIRST:
+            out.append(f"    {b.name}_ptr += {_FIRST[b.space.name]}")
     if block > 1:
         out.append("    at_block = at_row * blocks.to(tl.int32) + block")
     if counted:
@@ -346,6 +349,10 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
             out.append(f"    lane = tl.arange(0, {panel})")
             out.append(f"    tl.store({b.name}_ptr + lane, {t.name}s, mask=lane < width)")
     return out
+
+
+_FIRST = {"row": "top", "col": "matrix * columns + left", "mat": "matrix"}
+"""The first value of a small space that a panel reads."""
 
 
 def _nothing(t: Term) -> str:

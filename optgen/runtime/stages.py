@@ -3,7 +3,8 @@
 All tensors of a bucket share one table (optgen.runtime.launch.stage_rows and, behind it, the addresses of dense
 operands), and every launch has a list of work items:
 
-    sweep                            (tensor, first tile), or (tensor, panel): panels row by row, 64 rows each
+    sweep                            (tensor, first tile), or (tensor, panel): matrix by matrix, 64 rows after
+                                     64 rows, from left to right
     sweep over dense operands        the same of a tensor that no panels fit, and kernels that add the operands up
     finish                           partial results become values
     small work between two sweeps    (tensor, first matrix, end)
@@ -30,6 +31,9 @@ from optgen.runtime.records import Stage, Temp, Variant
 
 WIDEST = 2**24
 """Columns of the widest matrix whose panels are addressed by int32 from their first element."""
+
+SMALLEST = 4096
+"""Elements of the smallest of many matrices that are walked panel by panel."""
 
 FLAT_TILES = 16
 """Tiles per work item of a sweep over dense operands."""
@@ -146,8 +150,6 @@ class _Maker:
         self.variant, self.kernels, self.shapes, self.own = variant, kernels, shapes, own
         self.room, self.device, self.panel_rows = room, device, panel_rows
         self.sizes = [workspace.matrices(shape) for shape in shapes]
-        widths = [columns for _, _, columns in self.sizes]
-        self.fits = [len(shape) <= 2 and width <= WIDEST for shape, width in zip(shapes, widths, strict=True)]
         self.temps = {t.name: t for t in variant.temps}
         reduced = [t.name for t in workspace.reduced(variant)]
         self.values = {t.name: room.columns[i] for i, t in enumerate(variant.temps)}
@@ -156,17 +158,26 @@ class _Maker:
         self.dense = self._dense()
         self.plan: Plan
 
+    def _fits(self, stage: Stage, i: int) -> bool:
+        """Whether a tensor's panels hold whole blocks, and are worth a program each."""
+        _, rows, columns = self.sizes[i]
+        if columns > WIDEST or len(self.shapes[i]) <= 2:
+            return columns <= WIDEST
+        return columns % stage.block == 0 and rows * columns >= SMALLEST
+
     def _dense(self) -> list[list[int]]:
-        """Addresses of dense operands: room for each tensor that no panels fit."""
-        count = max((1 + k for s in self.variant.stages for k in self._operands(s).values()), default=0)
-        size = sum(math.prod(shape) * count for shape, fits in zip(self.shapes, self.fits, strict=True) if not fits)
-        if size:
-            self.operands = torch.empty(size, dtype=torch.float32, device=self.device)
+        """Addresses of dense operands: room for each tensor that panels do not fit in every sweep."""
+        stages = [s for s in self.variant.stages if self._operands(s)]
+        count = max((1 + k for s in stages for k in self._operands(s).values()), default=0)
+        sizes = [
+            0 if all(self._fits(s, i) for s in stages) else math.prod(shape) for i, shape in enumerate(self.shapes)
+        ]
+        if sum(sizes) * count:
+            self.operands = torch.empty(sum(sizes) * count, dtype=torch.float32, device=self.device)
         out, end = [], self.operands.data_ptr() if self.operands is not None else 0
-        for shape, fits in zip(self.shapes, self.fits, strict=True):
-            step = 0 if fits else 4 * math.prod(shape)
-            out.append([end + k * step for k in range(count)])
-            end += count * step
+        for size in sizes:
+            out.append([end + k * 4 * size for k in range(count)])
+            end += count * 4 * size
         return out
 
     def _operands(self, stage: Stage) -> dict[str, int]:
@@ -237,12 +248,14 @@ class _Maker:
     def _panels(self, stage: Stage) -> None:
         width = sums.panel_columns(stage.block)
         groups: dict[bool, list[int]] = {}
-        for i, fits in enumerate(self.fits):
-            if fits:
-                groups.setdefault(self.own[i] and self.sizes[i][2] % 16 == 0, []).append(i)
+        for i, (_, _, columns) in enumerate(self.sizes):
+            if self._fits(stage, i):
+                groups.setdefault(self.own[i] and columns % 16 == 0, []).append(i)
         for aligned, tensors in groups.items():
             sizes = [self.sizes[i] for i in tensors]
-            counts = [-(-height // sums.PANEL_ROWS) * -(-columns // width) for _, height, columns in sizes]
+            counts = [
+                matrices * -(-height // sums.PANEL_ROWS) * -(-columns // width) for matrices, height, columns in sizes
+            ]
             constants = {"ROWS": self.panel_rows, "ALIGNED": aligned, "GRAD": None}
             work = self._items(tensors, counts)
             warps = self.kernels.WARPS[stage.kernel]
@@ -251,7 +264,7 @@ class _Maker:
             self._add(stage.kernel, self.plan.table, work, warps, constants, stage.scalars, True)
 
     def _gathered(self, stage: Stage) -> None:
-        tensors = [i for i, fits in enumerate(self.fits) if not fits]
+        tensors = [i for i in range(len(self.shapes)) if not self._fits(stage, i)]
         if not tensors:
             return
         tile = max(256, stage.block)
@@ -328,6 +341,11 @@ class _Maker:
             self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LANES": lanes}, scalars)
 
 
+def _is_common(call: Call) -> bool:
+    """Whether the kernel has wide accesses without masks: what registers suffice is counted for these."""
+    return bool(call.constants.get("ALIGNED")) and not call.constants.get("RAGGED")
+
+
 def _power_of_two(n: int) -> int:
     """The power of two that is not below n."""
     return 1 << (n - 1).bit_length()
@@ -346,7 +364,7 @@ def run(
     """The launches of stages [begin, end), by default of all, in order.
 
     grad  Triton's dtype of the gradients
-    told  kernel -> what else the compiler is told of it
+    told  kernel -> what else the compiler is told of it where all its accesses are wide
     """
     ends = [0, *plan.ends]
     for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
@@ -361,5 +379,5 @@ def run(
             **constants,
             num_warps=call.warps,
             enable_fp_fusion=False,
-            **(told(call.kernel) if own else {}),
+            **(told(call.kernel) if own and _is_common(call) else {}),
         )
