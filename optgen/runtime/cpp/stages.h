@@ -277,12 +277,12 @@ inline bool by_panels(const Stage &s, const Shape &t) { return s.matrices && !t.
 
 struct Panels {
     int64_t height, bands, panels, per_row;
-    int64_t together;  // rows of a tile: several where two fit
+    int64_t together;  // rows of a tile: several where at least three fit; two are faster one by one
 
     Panels(const Stage &s, const Shape &t) {
         per_row = (t.columns + s.block - 1) / s.block;
         together = s.size / (per_row * s.block);
-        if (together < 2 || (s.block == 1 && s.indexed && t.columns % 8))
+        if (together < 3 || (s.block == 1 && s.indexed && t.columns % 8))
             together = 1;
         height = together > 1 ? PANEL_ROWS : 8;
         for (int c = 0; c < s.count; c++)
