@@ -4,7 +4,7 @@ from optgen.lang import hyper, mean, nonneg, optimizer, row, row_mean, shape_fla
 from optgen.lang.policies import decoupled
 
 
-@optimizer(cite="Zhang et al. 2024, arXiv:2406.16793", name="AdamMini")
+@optimizer(cite="Zhang et al. 2024, arXiv:2406.16793", name="AdamMini", matrix="first")
 def adam_mini(
     p, g, t,
     m=state(),
@@ -15,7 +15,7 @@ def adam_mini(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    by_rows=shape_flag(lambda shape: len(shape) == 2),
+    by_rows=shape_flag(lambda shape: len(shape) >= 2),
 ):
     """AdamW whose second moment is that of a block's mean square: of an output neuron, or of a whole tensor.
 

@@ -1,11 +1,13 @@
 """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    columns_of, flag, hyper, maximum, newton_schulz, nonneg, optimizer, policies, rows_of, shape_flag, sqrt, state,
+    columns, flag, hyper, maximum, newton_schulz, nonneg, optimizer, policies, rows, shape_flag, sqrt, state,
 )  # fmt: skip
 
 
-@optimizer(cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982")
+@optimizer(
+    cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982", matrix="first"
+)
 def muon(
     p, g, t,
     momentum_buffer=state(),
@@ -23,12 +25,12 @@ def muon(
     nesterov=flag(True),
     match_rms_adamw=flag(False),
     adamw=flag(False),
-    matrix=shape_flag(lambda shape: len(shape) == 2),
+    matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):
     """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix.
 
-    Groups with adamw=True (embeddings, the head) take AdamW whatever their shape.  match_rms_adamw scales the step so
-    that learning rates of AdamW serve (Moonlight).
+    Convolutions are matrices of their output channels.  Groups with adamw=True (embeddings, the head) take AdamW
+    whatever their shape.  match_rms_adamw scales the step so that learning rates of AdamW serve (Moonlight).
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -38,8 +40,8 @@ def muon(
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
-    rows, columns = rows_of(p), columns_of(p)
-    scale = 0.2 * sqrt(maximum(rows, columns)) if match_rms_adamw else sqrt(maximum(1.0, rows / columns))
+    height, width = rows(p), columns(p)
+    scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
     p = policies.decoupled(p, lr, weight_decay)
     p = p - lr * scale * direction
     return p, momentum_buffer, exp_avg_sq

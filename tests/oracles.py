@@ -283,12 +283,39 @@ def adam_mini(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
         nonlocal m, v
-        dims = (1,) if g.ndim == 2 else tuple(range(g.ndim))
+        dims = tuple(range(1 if g.ndim >= 2 else 0, g.ndim))
         m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * (g**2).mean(dims)
-        second = v[:, None] if g.ndim == 2 else v
-        u = m / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + hypers["eps"])
+        v = beta2 * v + (1 - beta2) * (g**2).mean(dims, keepdim=True)
+        u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
         return p * (1 - lr * hypers["weight_decay"]) - lr * u
+
+    return step
+
+
+def _projected(p: Tensor, g: Tensor, u: Tensor, hypers: dict[str, Any]) -> tuple[Tensor, float]:
+    """The paper's two tests, by channels and as a whole: (step, what the decay is multiplied by)."""
+    for rows in (p.shape[0], 1) if p.ndim > 1 else ():
+        w, d, s = (x.reshape(rows, -1) for x in (p, g, u))
+        eps = hypers["eps"]
+        cos = (w * d).sum(1).abs() / (w.norm(dim=1) + eps) / (d.norm(dim=1) + eps)
+        if cos.max() < hypers["delta"] / math.sqrt(w.shape[1]):
+            unit = w / (w.norm(dim=1, keepdim=True) + eps)
+            return (s - unit * (unit * s).sum(1, keepdim=True)).reshape(p.shape), hypers["wd_ratio"]
+    return u, 1.0
+
+
+def adamp(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """Algorithm 2: pytorch_optimizer's adds eps to the inverse of the root, and makes NaN where no gradient was yet."""
+    m = v = torch.zeros(())
+    beta1, beta2 = hypers["betas"]
+
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        nonlocal m, v
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        ahead = beta1 * m + (1 - beta1) * g if flags["nesterov"] else m
+        u = ahead / ((v / (1 - beta2**t)).sqrt() + hypers["eps"])
+        u, ratio = _projected(p, g, u, hypers)
+        return p * (1 - lr * hypers["weight_decay"] * ratio) - lr / (1 - beta1**t) * u
 
     return step
 
@@ -297,6 +324,7 @@ REDUCING: dict[str, Oracle] = {
     "adafactor": adafactor,
     "adafactor_paper": adafactor_paper,
     "adam_mini": adam_mini,
+    "adamp": adamp,
     "came": came,
     "cautious_adamw": cautious_adamw,
     "cautious_lion": cautious_lion,
@@ -306,6 +334,7 @@ REDUCING: dict[str, Oracle] = {
     "mars": mars,
     "novograd": novograd,
     "orthograd": orthograd,
+    "sgdp": peer("SGDP"),
     "sm3": sm3,
     "stable_adamw": peer("StableAdamW"),
 }

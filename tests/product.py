@@ -229,6 +229,8 @@ class Run:
         """One step in place."""
         names = [b.name for b in self.built.compiled.strict.program.buffers]
         tensors = [g if name == "g" else self.buffers[name] for name in names]
+        seen = layout.matrix_shape(self.built.spec.matrix, g.shape)
+        tensors = [x.view(seen) if x.shape == g.shape else x for x in tensors]
         values = self.scalars()
         count = len(self.built.compiled.strict.host)
         self.steps += 1
@@ -317,7 +319,7 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
         if b.role == "grad":
             continue
         if b.owner in few:
-            shape = layout.small_shape(few[b.owner], weight.shape)
+            shape = layout.value_shape(few[b.owner], weight.shape, built.spec.matrix)
             out[b.name] = torch.full(shape, values[b.owner].item(), dtype=getattr(torch, b.dtype.torch))
             continue
         out[b.name] = encoded[b.name].clone().contiguous()

@@ -34,6 +34,8 @@ REACH = {
     ("mars", "nan"): (ALL, ALL), ("mars", "inf"): (E, E),
     ("novograd", "nan"): (ALL, ALL), ("novograd", "inf"): (E, E),
     ("orthograd", "nan"): (ALL, ALL), ("orthograd", "inf"): (ALL, ALL),
+    ("adamp", "nan"): (E, E), ("adamp", "inf"): (E, E),
+    ("sgdp", "nan"): (E, E), ("sgdp", "inf"): (E, E),
     # A maximum of a row is read at the next step.
     ("sm3", "nan"): (E, CROSS), ("sm3", "inf"): (E, E),
     ("stable_adamw", "nan"): (ALL, ALL), ("stable_adamw", "inf"): (ALL, ALL),

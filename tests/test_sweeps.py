@@ -10,12 +10,14 @@ from test_lang import lamb
 from optgen import passes
 from optgen.backends import triton, triton_stages
 from optgen.driver import explain, load
+from optgen.driver.explain import why_last
 from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
 from specs import plans
 from specs.came import came
+from specs.sm3 import sm3
 
 
 def step(spec: Spec, plan: str = "fp32_master") -> Step:
@@ -101,3 +103,14 @@ def test_printed_kernels_move_what_explain_says(name: str, flags: dict[str, bool
     assert moved("\n".join(lines), "f", s) == pytest.approx(said.traffic)
     assert said.traffic <= most
     assert len(said.sweeps) == 1 or all(let in said.sweeps[-1].why for let in said.sweeps[0].why.split(", ")[:1])
+
+
+def test_explain_names_the_lines_that_need_all_elements() -> None:
+    """Each statistic once, at the line that takes it first; means of few values need no sweep."""
+    why = why_last(step(came))
+    for name, op in [("exp_avg_sq_row", "row_sum"), ("exp_avg_sq_col", "col_sum"), ("update", "tensor_sum")]:
+        assert why.count(f"{name} (") == 1
+        assert f"needs {op}" in why
+    assert why.startswith("4 sweeps: exp_avg_sq_row (")
+    assert "mat_sum" not in why
+    assert "1 sweep and work on what it reduces: accumulator_row (" in why_last(step(sm3))

@@ -243,8 +243,10 @@ def registers(schedule: Schedule) -> int | None:
     buffers = schedule.program.buffers
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
         return None
-    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers.
-    return 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
+    # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
+    most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ def terms(schedule: Schedule) -> list[Term]:
     nodes = {s.node.uid: s.node for s in schedule.sweep.stores}
     for s in schedule.sweep.stores:
         b = program.buffer(s.buffer)
-        if b.role == "partial":
+        if b.role == "partial" and b.space != spaces.model:  # which the host adds up
             found.setdefault((s.node.uid, b.reduction.endswith("max")), []).append(b)
     lets = {let.node.uid: let.name for let in schedule.sweep.lets}
     out: list[Term] = []

@@ -17,9 +17,9 @@ of that level: a program takes matrices of one tensor through its rounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from optgen.backends.printer import ATOM
+from optgen.backends.printer import ATOM, with_comments
 from optgen.backends.reference import bound_lines
 from optgen.backends.triton import (
     LOCALS,
@@ -41,12 +41,9 @@ from optgen.backends.triton import (
     wrapped,
 )
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Program, Schedule, Stage, Step, Store
+from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.ranges import Interval, ranges
 from optgen.ops import spaces
-
-ROWS = {"fast": 2, "strict": 1}
-"""Rows of a panel that a tile has, where the launch does not say otherwise."""
 
 
 def panel_columns(block: int) -> int:
@@ -120,14 +117,14 @@ class Kernels:
     lines     their text
     tiles     flat sweep -> elements per tile
     limits    flat sweep -> registers per thread that it need not exceed
-    rows      sweep over panels -> rows per tile
+    warps     sweep over panels -> warps of 32 lanes per program
     dense     sweep over panels -> which dense operand each reduction's is
     """
 
     lines: list[str]
     tiles: dict[str, int]
     limits: dict[str, int | None]
-    rows: dict[str, int]
+    warps: dict[str, int]
     dense: dict[str, dict[str, int]]
 
 
@@ -141,7 +138,7 @@ def kernels(step: Step, function: str, source: str = "") -> Kernels:
         first = k == 0 or step.stages[k - 1].level != stage.level
         if stage.is_sweep and touches_matrices(program):
             lines = _panels(stage.schedule, name, frame, source)
-            out.rows[name] = ROWS[program.maths]
+            out.warps[name] = _warps(program)
             found = terms(stage.schedule)
             out.dense[name] = {b.name: i for i, t in enumerate(found) for b in t.partials}
         elif stage.is_sweep:
@@ -171,9 +168,18 @@ def needs(step: Step) -> list[str]:
             for t in terms(s.schedule):
                 names |= {"down", "fold"} if strict or t.is_max else set()
                 names.discard("opaque")
-        elif not s.is_sweep and any(b.space != spaces.model for b in s.schedule.partials):
-            names |= {"term", "fold"}
+        elif not s.is_sweep:
+            for t in terms(s.schedule):
+                names |= {"term"} | ({"down", "fold"} if strict or t.is_max else set())
     return sorted(names)
+
+
+def _warps(program: Program) -> int:
+    """Warps that share a row of a panel: 8 elements for each thread; 32 where it holds little else than one term, and
+    sums across threads would cost more than what is summed."""
+    nodes = {s.node.uid for s in program.stores}
+    light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes) and len(nodes) == 1
+    return max(panel_columns(program.block) // (1024 if light else 256), 1)
 
 
 # Sweeps over panels ---------------------------------------------------------------------------------------------------
@@ -405,163 +411,191 @@ class RoundPrinter(TritonPrinter):
         self.spell = {**self.spell, "load": self._load}
 
     def _load(self, _: object, n: Node) -> tuple[str, int]:
-        mine = self.program.space
         if n.space in ONE:
             return f"tl.load({n.attr}_ptr)", ATOM
-        if n.space == mine:
-            text = f"{n.attr}_ptr + at"
-        else:
-            assert n.space == spaces.mat and mine.name in _SIZE, (n, mine)
-            text = f"{n.attr}_ptr + at // {_SIZE[mine.name]}"
-        return f"tl.load({text}, mask=live, other=0.0)", ATOM
+        at = "at" if n.space == self.program.space else f"at_{n.space.name}"
+        return f"get({n.attr}_ptr, {at}, live, True)", ATOM
 
 
 _SIZE = {"row": "rows", "col": "columns"}
 _WHAT = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "the tensor", "model": "the model"}
+WARPS_BETWEEN = 8
+"""Warps of the kernels between sweeps: 8 entries for each thread."""
+_ENTRIES = 32 * 8 * WARPS_BETWEEN
 
 
 def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) -> list[str]:
-    """The rounds of a level, a function each, and the kernel that goes through them."""
+    """The rounds of a level, two functions each, and the kernel that goes through them."""
     out: list[str] = []
     programs = [s.schedule.program for _, s in level]
     for name, stage in level:
-        out += [*_round(stage, name), "", ""]
-    host = list(dict.fromkeys(let.name for x in programs for let in x.host))
-    renamed = [f"{h}_" if h in LOCALS else h for h in host]
-    args = ["table", "work", *(f"{h}: tl.float32" for h in renamed), "LANES: tl.constexpr"]
+        round_ = _Round(stage, name)
+        out += [*round_.values(), "", "", *round_.loops(), "", ""]
+    host = list(dict.fromkeys(h for x in programs for h in _host(x)))
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LANES: tl.constexpr"]
     out += ["@triton.jit", *wrapped(f"def {function}(", args)]
-    out.append(f'    """{programs[0].name}: matrices of one tensor; see optgen.runtime.stages for table and work."""')
+    out.append(f'    """{programs[0].name}: matrices of one tensor; see optgen.runtime.stages."""')
     out.append("    item = work + 3 * tl.program_id(0)")
     out.append(f"    row = table + {frame.width} * tl.load(item).to(tl.int64)")
     out.append("    first = tl.load(item + 1).to(tl.int64)")
     out.append("    end = tl.load(item + 2).to(tl.int64)")
-    seen: set[str] = set()
-    for x in programs:
-        for b in x.buffers:
-            if b.name not in seen:
-                seen.add(b.name)
-                out.append(f"    {b.name}_ptr = pointer(row + {frame.values[b.name]}, {tl_dtype(b.dtype)}, False)")
+    for b in {b.name: b for x in programs for b in x.buffers}.values():
+        out.append(f"    {b.name}_ptr = pointer(row + {frame.values[b.name]}, {tl_dtype(b.dtype)}, False)")
     out.append(f"    rows = tl.load(row + {frame.matrices + 1})")
     out.append(f"    columns = tl.load(row + {frame.matrices + 2})")
-    lines = {line: None for x in programs for line in extents(x, frame.table(x))}
-    out += list(lines)
+    out += dict.fromkeys(line for x in programs for line in extents(x, frame.table(x)))
     for i, (name, stage) in enumerate(level):
         if i:
-            out.append("    tl.debug_barrier()")
-        out += [f"    {x}" for x in wrapped(f"{name}_round(", _round_arguments(stage), close=")")]
+            out.append("    tl.debug_barrier()  # what one round stores the next ones load")
+        out += [f"    {x}" for x in wrapped(f"{name}_round(", _Round(stage, name).taken, close=")")]
     return out
 
 
-def _round_arguments(stage: Stage) -> list[str]:
-    """What the function of a round takes, by the names that the kernel has too."""
-    program = stage.schedule.program
-    names = [f"{b.name}_ptr" for b in program.buffers]
-    names += [x.split(" = ")[0].strip() for x in extents(program, Table.of(program))]
-    return [*names, "first", "end", "rows", "columns", *_host(program), "LANES"]
+class _Round:
+    """A round of small work: a function for some entries, and one that goes through all of them.
 
+    Reductions over matrices have LANES lanes for each of a few matrices at a time, or 256 for one; what is reduced over
+    the tensor has 256.  Entries that are missing in a power of two below 256 would only add zeros.
+    """
 
-def _round(stage: Stage, function: str) -> list[str]:
-    """The function of one round."""
-    schedule = stage.schedule
-    program, sweep = schedule.program, schedule.sweep
-    space = program.space.name
-    taken = [*_round_arguments(stage)[:-1], "LANES: tl.constexpr"]
-    out = ["@triton.jit", *wrapped(f"def {function}_round(", taken)]
-    out.append(f'    """What is done with values of {_WHAT[space]}."""')
-    reduced = [s for s in sweep.stores if program.buffer(s.buffer).role == "partial"]
-    reduced = [s for s in reduced if program.buffer(s.buffer).space != spaces.model]
-    stores = [s for s in sweep.stores if s not in reduced]
-    whole = [s for s in reduced if program.buffer(s.buffer).space == spaces.tensor]
-    groups = [s for s in reduced if s not in whole]
-    # What is reduced is computed from what was there before anything of the round is stored.
-    if groups:
-        out += _grouped(stage, groups, stores if not whole else [])
-    if whole:
-        out += _whole(stage, whole, stores)
-    if not reduced:
-        out += _entries(stage, stores)
-    return out
+    def __init__(self, stage: Stage, function: str) -> None:
+        self.schedule, self.function = stage.schedule, function
+        self.program = stage.schedule.program
+        self.space = self.program.space.name
+        self.terms = terms(stage.schedule)
+        # A term may be reduced over matrices and over the tensor.
+        self.whole, self.grouped = self._reduced(True), self._reduced(False)
+        self.strict = self.program.maths == "strict"
+        self.pointers = [f"{b.name}_ptr" for b in self.program.buffers]
+        self.extents = [x.split(" = ")[0].strip() for x in extents(self.program, Table.of(self.program))]
+        # What is reduced twice, in two groupings, is computed twice from what was there before anything is stored.
+        self.twice = bool(self.whole and self.grouped)
+        self.size = _SIZE.get(self.space, "1")
+        self.of_matrix = self.space in _SIZE and any(
+            n.op == "load" and n.space == spaces.mat for n in postorder(self.program.roots())
+        )
 
+    def _reduced(self, whole: bool) -> list[Term]:
+        """The terms that are reduced over the tensor, or over matrices, with these reductions alone."""
+        out = []
+        for t in self.terms:
+            some = tuple(b for b in t.partials if (b.space == spaces.tensor) == whole)
+            out += [replace(t, partials=some)] if some else []
+        return out
 
-def _body(stage: Stage, stores: Sequence[Store], wanted: Sequence[Store], indent: str) -> list[str]:
-    """The lines of a round: lets and stores at `at`, where `live`; then the wanted operands join their totals."""
-    schedule = stage.schedule
-    program = schedule.program
-    roots = [let.node for let in schedule.sweep.lets] + [s.node for s in schedule.sweep.stores]
-    printer = RoundPrinter(program, ranges(roots, scalar_ranges(program)))
-    needed = {n.uid for n in postorder([s.node for s in (*stores, *wanted)])}
-    lines = bound_lines(tuple(let for let in schedule.sweep.lets if let.node.uid in needed), printer)
-    scalar = program.space in ONE
-    for s in stores:
-        at = f"{s.buffer}_ptr" if scalar else f"{s.buffer}_ptr + at"
-        lines["encode"].append((f"tl.store({at}, {printer.text(s.node)}{'' if scalar else ', mask=live'})", ""))
-    for s in wanted:
-        is_max = program.buffer(s.buffer).reduction.endswith("max")
-        made = f"term({printer.text(s.node)}, at, live, True{', True' if is_max else ''})"
-        total = f"larger({s.buffer}s, {made})" if is_max else f"{s.buffer}s + {made}"
-        lines["encode"].append((f"{s.buffer}s = {total}", ""))
-    return [indent + line for part in lines.values() for line in _commented(part)]
+    @property
+    def taken(self) -> list[str]:
+        """What the loops take, by the names that the kernel has too."""
+        return [*self.pointers, *self.extents, "first", "end", "rows", "columns", *_host(self.program), "LANES"]
 
+    def _lets(self) -> list[str]:
+        """Arguments of the function for entries that say which are meant."""
+        return [*(["at", "live"] if self.program.space not in ONE else []), *(["at_mat"] if self.of_matrix else [])]
 
-def _commented(lines: list[tuple[str, str]]) -> list[str]:
-    return [f"{code}  # {comment}" if comment and len(code) + len(comment) < 108 else code for code, comment in lines]
+    def values(self) -> list[str]:
+        """The function for some entries: it stores, and returns the terms of the round's reductions."""
+        sweep = self.schedule.sweep
+        roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
+        printer = RoundPrinter(self.program, ranges(roots, scalar_ranges(self.program)))
+        host = [let.name for let in self.program.host]
+        names = [x for x in self.pointers if x[:-4] not in {b.name for t in self.terms for b in t.partials}]
+        names += [*self.extents, *self._lets(), *host, *(["STORED: tl.constexpr"] if self.twice else [])]
+        out = ["@triton.jit", *wrapped(f"def {self.function}_values(", names)]
+        out.append(f'    """Values of {_WHAT[self.space]}."""')
+        needed = {n.uid for n in postorder([s.node for s in sweep.stores])}
+        lines = bound_lines(tuple(let for let in sweep.lets if let.node.uid in needed), printer)
+        for part in lines.values():
+            out += [f"    {line}" for line in with_comments(part)]
+        indent = "        " if self.twice else "    "
+        stored = []
+        for s in sweep.stores:
+            buffer = self.program.buffer(s.buffer)
+            if buffer.role != "partial" or buffer.space == spaces.model:
+                value = printer.text(s.node)
+                scalar = self.program.space in ONE
+                put = (
+                    f"tl.store({s.buffer}_ptr, {value})" if scalar else f"put({s.buffer}_ptr, at, {value}, live, True)"
+                )
+                stored.append(indent + put)
+        if stored:
+            out += ["    if STORED:", *stored] if self.twice else stored
+        if self.terms:
+            each = [f"term({printer.text(t.node)}, at, live, True{_max(t)})" for t in self.terms]
+            out.append(f"    return {', '.join(each)}")
+        return out
 
+    def _call(self, indent: str, stored: bool = True) -> list[str]:
+        names = [x for x in self.pointers if x[:-4] not in {b.name for t in self.terms for b in t.partials}]
+        names += [*self.extents, *self._lets(), *_host(self.program), *([str(stored)] if self.twice else [])]
+        results = f"{', '.join(t.name for t in self.terms)} = " if self.terms else ""
+        lines = wrapped(f"{results}{self.function}_values(", names, close=")")
+        return [indent + x for x in ([f"at_mat = at // {self.size}"] if self.of_matrix else []) + lines]
 
-def _entries(stage: Stage, stores: Sequence[Store]) -> list[str]:
-    """A round without reductions."""
-    space = stage.space.name
-    if stage.space in ONE:
-        return _body(stage, stores, (), "    ")
-    size = f" * {_SIZE[space]}" if space in _SIZE else ""
-    out = [f"    for start in range(first{size}, end{size}, 1024):"]
-    out.append("        at = start + tl.arange(0, 1024)")
-    out.append(f"        live = at < end{size}")
-    return out + _body(stage, stores, (), "        ")
+    def loops(self) -> list[str]:
+        """The function that goes through all entries."""
+        names = [*self.taken[:-1], "LANES: tl.constexpr"]
+        out = ["@triton.jit", *wrapped(f"def {self.function}_round(", names)]
+        out.append(f'    """All values of {_WHAT[self.space]}."""')
+        if self.grouped:
+            out += self._matrices(stored=not self.whole)
+        if self.whole:
+            out += self._tensor()
+        if not self.terms:
+            out += self._entries()
+        return out
 
+    def _entries(self) -> list[str]:
+        if self.program.space in ONE:
+            return self._call("    ")
+        size = f" * {self.size}" if self.size != "1" else ""
+        out = [f"    for start in range(first{size}, end{size}, {_ENTRIES}):"]
+        out.append(f"        at = start + tl.arange(0, {_ENTRIES})")
+        out.append(f"        live = at < end{size}")
+        return out + self._call("        ")
 
-def _totals(stage: Stage, wanted: Sequence[Store], shape: str, indent: str) -> list[str]:
-    program = stage.schedule.program
-    out = []
-    for s in wanted:
-        nothing = 'float("-inf")' if program.buffer(s.buffer).reduction.endswith("max") else "0.0"
-        out.append(f"{indent}{s.buffer}s = tl.full({shape}, {nothing}, tl.float32)")
-    return out
+    def _lanes(self, found: Sequence[Term], count: str, base: str, to: str, indent: str, stored: bool) -> list[str]:
+        """`count` entries from `base` in 256 lanes, several of a lane at a time."""
+        each = _ENTRIES // 256
+        out = [f"{indent}{t.name}s = tl.full([256], {_nothing(t)}, tl.float32)" for t in found]
+        out.append(f"{indent}for start in range(0, {count}, {_ENTRIES}):")
+        out.append(f"{indent}    lane = start + tl.arange(0, {each})[:, None] * 256 + tl.arange(0, 256)[None, :]")
+        out.append(f"{indent}    at = {base}lane")
+        out.append(f"{indent}    live = lane < {count}")
+        out += self._call(f"{indent}    ", stored)
+        for t in found:
+            if self.strict or t.is_max:
+                out.append(f"{indent}    {t.name}s = down({t.name}s, {t.name}{_max(t)})")
+            else:
+                out.append(f"{indent}    {t.name}s += tl.sum({t.name}, 0)")
+        for t in found:
+            lanes = f"tl.reshape({t.name}s, [1, 256])"
+            for b in t.partials:
+                out.append(f"{indent}tl.store({b.name}_ptr + {to}tl.arange(0, 1), {folded(t, lanes, self.strict)})")
+        return out
 
+    def _matrices(self, stored: bool) -> list[str]:
+        size = self.size
+        out = ["    if LANES == 256:", "        for number in range(first, end):"]
+        out += self._lanes(self.grouped, size, f"number * {size} + ", "number + ", " " * 12, stored)
+        out.append("    else:")
+        out.append(f"        for group in range(first, end, {_ENTRIES} // LANES):")
+        out.append(f"            number = group + tl.arange(0, {_ENTRIES} // LANES)")
+        out.append("            lane = tl.arange(0, LANES)[None, :]")
+        out.append(f"            at = number[:, None] * {size} + lane")
+        out.append(f"            live = (number < end)[:, None] & (lane < {size})")
+        out += self._call(" " * 12, stored)
+        for t in self.grouped:
+            for b in t.partials:
+                # Lanes begin with 0, to which -0 adds nothing.
+                x = f"{t.name} + 0.0" if self.strict and not t.is_max else t.name
+                out.append(
+                    f"            tl.store({b.name}_ptr + number, {folded(t, x, self.strict)}, mask=number < end)"
+                )
+        return out
 
-def _grouped(stage: Stage, wanted: Sequence[Store], stores: Sequence[Store]) -> list[str]:
-    """Reductions over matrices: LANES lanes for each of a few matrices at a time."""
-    size = _SIZE[stage.space.name]
-    out = ["    for group in range(first, end, 1024 // LANES):"]
-    out.append("        number = group + tl.arange(0, 1024 // LANES)")
-    out += _totals(stage, wanted, "[1024 // LANES, LANES]", "        ")
-    out.append(f"        for start in range(0, {size}, LANES):")
-    out.append("            lane = start + tl.arange(0, LANES)[None, :]")
-    out.append(f"            at = number[:, None] * {size} + lane")
-    out.append(f"            live = (number < end)[:, None] & (lane < {size})")
-    out += _body(stage, stores, wanted, "            ")
-    return out + [f"        {x}" for x in _results(stage, wanted, "number", "number < end", "[1024 // LANES, LANES]")]
-
-
-def _whole(stage: Stage, wanted: Sequence[Store], stores: Sequence[Store]) -> list[str]:
-    """Reductions over the tensor: its entries in 256 lanes."""
-    space = stage.space.name
-    count = f"end * {_SIZE[space]}" if space in _SIZE else "end"
-    out = _totals(stage, wanted, "[256]", "    ")
-    out.append(f"    for start in range(0, {count}, 256):")
-    out.append("        at = start + tl.arange(0, 256)")
-    out.append(f"        live = at < {count}")
-    out += _body(stage, stores, wanted, "        ")
-    return out + [f"    {x}" for x in _results(stage, wanted, "tl.arange(0, 1)", "", "[1, 256]")]
-
-
-def _results(stage: Stage, wanted: Sequence[Store], at: str, mask: str, shape: str) -> list[str]:
-    program, out = stage.schedule.program, []
-    for s in wanted:
-        is_max = program.buffer(s.buffer).reduction.endswith("max")
-        x = f"{s.buffer}s" if shape != "[1, 256]" else f"tl.reshape({s.buffer}s, [1, 256])"
-        masked = f", mask={mask}" if mask else ""
-        out.append(f"tl.store({s.buffer}_ptr + {at}, fold({x}{', True' if is_max else ''}){masked})")
-    return out
+    def _tensor(self) -> list[str]:
+        count = f"end * {self.size}" if self.size != "1" else "end"
+        return self._lanes(self.whole, count, "", "", "    ", True)
 
 
 __all__ = ["Frame", "Kernels", "kernels", "needs", "panel_columns"]

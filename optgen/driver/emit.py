@@ -135,7 +135,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
     limits: dict[str, int | None] = {}
-    panels: dict[str, int] = {}
+    warps: dict[str, int] = {}
     dense: dict[str, dict[str, int]] = {}
     helpers: set[str] = set()
     unpack = unpack_of(spec)
@@ -169,7 +169,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             found = triton_stages.kernels(c.fast, kernel_name, source)
             tiles |= found.tiles
             limits |= found.limits
-            panels |= found.rows
+            warps |= found.warps
             dense |= found.dense
             helpers |= set(triton_stages.needs(c.fast))
             if kernel_name not in cpp_steps:
@@ -209,7 +209,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
-            panels=panels,
+            warps=warps,
             dense=dense,
         ),
         "kernels.cpp": wrapper.render(
@@ -243,6 +243,7 @@ def _variant_row(
             continue
         zero = _zero(c.case, b.name)
         where = f', space="{b.space.name}"' if b.space.name in spaces.SMALL else ""
+        where += f', matrix="{spec.matrix}"' if where and spec.matrix != "last" else ""
         fields.append(
             f'Field("{b.name}", "{b.dtype.torch}", per={b.space.size or 1}, zero={zero!r}, state="{b.owner}"{where})'
         )
@@ -264,6 +265,7 @@ def _variant_row(
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
+        matrix=spec.matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
         stages=_stage_rows(c.fast, kernel) if len(c.fast.stages) > 1 else [],
     )

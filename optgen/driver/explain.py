@@ -14,10 +14,13 @@ from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower
+from optgen.ops import spaces
+from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Finding
 
@@ -188,6 +191,11 @@ def _sweeps(step: Step) -> Iterator[Pass]:
         )
 
 
+def _takes_all(node: Node) -> bool:
+    """Whether it needs all elements before it."""
+    return node.op == "call" or (node.op in REDUCTIONS and node.args[0].space == spaces.elem)
+
+
 def why_last(step: Step) -> str:
     """Why the number of sweeps is what it is."""
     program = step.program
@@ -195,12 +203,17 @@ def why_last(step: Step) -> str:
     if len(step.stages) == 1:
         of = f" (and of its block of {program.block})" if program.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
-    first = [f"sweep {k} is for {s.why}" for k, s in enumerate(step.sweeps, 1) if s.schedule.partials or count > k]
+    users = []
+    seen: set[int] = set()
+    for let in program.body:
+        inside = [n for n in postorder([let.node]) if _takes_all(n) and n.uid not in seen]
+        seen |= {n.uid for n in inside}
+        if inside and let.loc is not None:
+            what = ", ".join(dict.fromkeys(str(n.attr or n.op) for n in inside))
+            users.append(f"{let.name} ({let.loc.short}) needs {what}")
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
-    return f"{sweeps}: what depends on many elements waits for all of them; {'; '.join(first)}" + (
-        early if step.early else ""
-    )
+    return f"{sweeps}: " + "; ".join(users) + (early if step.early else "")
 
 
 # -- show

@@ -158,7 +158,7 @@ def run(spec: Spec, plan: Plan, cls: type[Any], example: Example, *, backend: st
     if example.state_scale is not None:
         for s in spec.present(flags):
             scale = 2 * example.state_scale if s.nonneg and abs(example.state_scale) < 19 else example.state_scale
-            shape = layout.value_shape(s.space.name, torch.Size(example.shape))
+            shape = layout.value_shape(s.space.name, torch.Size(example.shape), spec.matrix)
             states[s.name] = _numbers(replace(example, shape=shape), scale, generator, nonneg=s.nonneg)
     trial = Trial(
         cls, spec, p, states, dtype=getattr(torch, example.dtype), plan=plan.name, backend=backend,

@@ -12,7 +12,8 @@ from optgen.base.loc import Loc
 from optgen.base.names import camel, is_snake
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
-from optgen.lang.spec import Evaluation, Spec
+from optgen.lang.spec import Evaluation, Matrix, Spec
+from optgen.lang.values import author_loc
 from optgen.ops import spaces
 
 LEAVES = ("p", "g", "t")
@@ -35,6 +36,7 @@ def optimizer(
     like: str | None = None,
     name: str | None = None,
     evaluate: Callable[..., Any] | None = None,
+    matrix: Matrix = "last",
 ) -> Callable[[Callable[..., Any]], Spec]:
     """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
@@ -43,16 +45,26 @@ def optimizer(
     name  the generated class; by default the function's name in CamelCase
     evaluate  the weights that the model is evaluated with, where they are not p: a function (p, states..., *,
           hyper-parameters...) of plain arithmetic, with the names that the spec has for them
+    matrix  whose rows and columns are reduced: "last", of the last two dimensions, once for each index of the leading
+            ones; "first", of the first dimension (output neurons, channels) against all others
     """
+    if matrix not in ("last", "first"):
+        hint = "first: dimension 0 against all others; last: the last two dimensions"
+        raise UserError("E113", loc=author_loc(), what=f'matrix= is "first" or "last", got {matrix!r}', hint=hint)
 
     def make(function: Callable[..., Any]) -> Spec:
-        return _spec(function, cite, like, name, evaluate)
+        return _spec(function, cite, like, name, evaluate, matrix)
 
     return make
 
 
 def _spec(
-    function: Callable[..., Any], cite: str, like: str | None, name: str | None, evaluate: Callable[..., Any] | None
+    function: Callable[..., Any],
+    cite: str,
+    like: str | None,
+    name: str | None,
+    evaluate: Callable[..., Any] | None,
+    matrix: Matrix,
 ) -> Spec:
     source = Source(function)
     if not is_snake(source.name):
@@ -78,6 +90,7 @@ def _spec(
         states=tuple(d for d in declared if isinstance(d, StateDecl)),
         host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
         takes_step="t" in leaves,
+        matrix=matrix,
         order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
         function=function,
         source=source,

@@ -6,6 +6,7 @@ gradient that every later line sees, the others change the weight.
 
 from __future__ import annotations
 
+from optgen.lang.reductions import amax, columns, dot, elements, norm, row_sum
 from optgen.lang.values import Num, maximum, sqrt, where
 
 
@@ -53,3 +54,18 @@ def heavy_ball(buffer: Num, g: Num, t: Num, momentum: Num, dampening: Num) -> Nu
     decay = where(t > 1, momentum, 0.0)
     gain = where(t > 1, 1 - dampening, 1.0)
     return decay * buffer + gain * g
+
+
+def without_radial(u: Num, p: Num, g: Num, delta: Num, eps: Num) -> tuple[Num, Num]:
+    """(the step u without what only rescales p, 1.0) where p looks scale-invariant, else (u, 0.0).
+
+    It does where the gradient is at right angles to it, |cos| < delta / sqrt(dimension): first in every row, and then
+    each row is projected; or else in the whole tensor (Heo et al. 2021, arXiv:2006.08217).
+    """
+    p_row, g_row = sqrt(row_sum(p * p)) + eps, sqrt(row_sum(g * g)) + eps
+    by_rows = amax(abs(row_sum(p * g)) / (p_row * g_row)) < delta / sqrt(columns(p))
+    p_all, g_all = norm(p) + eps, norm(g) + eps
+    whole = abs(dot(p, g)) / (p_all * g_all) < delta / sqrt(elements(p))
+    of_row, of_all = row_sum(p * u) / (p_row * p_row), dot(p, u) / (p_all * p_all)
+    radial = where(by_rows, of_row, where(whole, of_all, 0.0))
+    return u - radial * p, where(by_rows | whole, 1.0, 0.0)

@@ -6,6 +6,7 @@ statistic one per column.  On torch tensors they keep their dimensions, so that 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -30,6 +31,31 @@ def _reduce(op: str, x: Num, function: str) -> Any:
 
 def _extent(x: Value, name: str) -> Value:
     return Value(ir.extent(name), x.record)
+
+
+def _size(x: Num, name: str) -> Any:
+    """How many rows, columns or elements the tensor has that x has a value per element of."""
+    if isinstance(x, Value):
+        if x.node.space != spaces.elem:
+            raise UserError("E201", loc=author_loc(), function=name, want="elem", got=x.node.space)
+        return _extent(x, name)
+    shape = tuple(getattr(x, "shape", ()))
+    return float(math.prod({"rows": shape[-2:-1], "columns": shape[-1:], "elements": shape}[name]))
+
+
+def rows(x: Num) -> Num:
+    """How many rows the matrix of x has."""
+    return _size(x, "rows")
+
+
+def columns(x: Num) -> Num:
+    """How many columns the matrix of x has: the terms of a row's sum."""
+    return _size(x, "columns")
+
+
+def elements(x: Num) -> Num:
+    """How many elements x has."""
+    return _size(x, "elements")
 
 
 def _count(x: Value, target: Space) -> Value:
@@ -130,22 +156,3 @@ def model_norm(x: Num) -> Num:
 def model_dot(a: Num, b: Num) -> Num:
     """The inner product over all parameters that have a gradient."""
     return _reduce("model_sum", a * b, "model_dot")
-
-
-def rows_of(p: Num) -> Num:
-    """How many rows the matrices of the last two dimensions have."""
-    return _count_of(p, "rows")
-
-
-def columns_of(p: Num) -> Num:
-    """How many columns the matrices of the last two dimensions have."""
-    return _count_of(p, "columns")
-
-
-def _count_of(p: Num, name: str) -> Any:
-    if isinstance(p, Value):
-        return _extent(p, name)
-    if hasattr(p, "shape"):
-        sizes = p.shape[-2:] if len(p.shape) >= 2 else (1, *p.shape, 1)[:2]
-        return p.new_tensor(float(sizes[0 if name == "rows" else 1]))
-    return getattr(reader_of(p), name)(p)

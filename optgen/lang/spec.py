@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc
@@ -15,6 +16,10 @@ from optgen.ir.program import Let
 from optgen.lang.declare import FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.source import Source
 from optgen.lang.values import PRECISION, Absent
+from optgen.ops import spaces
+
+Matrix = Literal["last", "first"]
+"""Which matrix the rows and columns of a rule are those of, where a parameter has more than two dimensions."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Spec:
     states: tuple[StateDecl, ...]
     host_states: tuple[HostStateDecl, ...]
     takes_step: bool
+    matrix: Matrix
     order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
     function: Callable[..., Any] = field(repr=False)
     source: Source = field(repr=False)
@@ -162,7 +168,8 @@ class Spec:
         """One step on anything that `optgen.lang` reads: (new p, new states, new host states).
 
         With fp64 tensors this is the oracle.  p and g have the parameter's shape; t counts from 1; row states
-        have a last dimension of 1, col states a last but one.  States not given start from their init.
+        have a last dimension of 1, col states a last but one (of the view as a matrix, where the spec's is the first
+        dimension against the rest).  States not given start from their init.
         """
         arguments = {h.name for h in self.hypers} | {f.name for f in self.flags}
         self._known(hypers_and_flags, arguments, "hyper-parameter or flag")
@@ -170,6 +177,13 @@ class Spec:
         self._known(host_states or {}, {s.name for s in self.host_states}, "host state")
         shape = tuple(p.shape) if hasattr(p, "shape") else None
         flags = self.flag_values(hypers_and_flags, shape, t)
+        if self.matrix == "first" and shape is not None and len(shape) > 2:
+            flat = (shape[0], math.prod(shape[1:]))
+            elements = {s.name for s in self.states if s.space == spaces.elem}
+            views = {k: v.reshape(flat) if k in elements else v for k, v in (states or {}).items()}
+            options = {**hypers_and_flags, **flags}
+            p, after, host = self.evaluate(p.reshape(flat), g.reshape(flat), t, views, host_states, **options)
+            return p.reshape(shape), {k: v.reshape(shape) if k in elements else v for k, v in after.items()}, host
         values: dict[str, Any] = dict(flags)
         for h in self.hypers:
             values[h.name] = hypers_and_flags.get(h.name, h.default)
@@ -186,8 +200,8 @@ class Spec:
             new = self.call(p, g, t, values)
         finally:
             PRECISION.reset(precision)
-        present, host = self.present(flags), self.present_host(flags)
-        return new["p"], {s.name: new[s.name] for s in present}, {s.name: new[s.name] for s in host}
+        kept, on_host = self.present(flags), self.present_host(flags)
+        return new["p"], {s.name: new[s.name] for s in kept}, {s.name: new[s.name] for s in on_host}
 
     def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the author's function on values by parameter name; what it returned, by name."""
@@ -208,11 +222,11 @@ class Spec:
                 raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
 
 
-def start(state: StateDecl, p: Any, hypers: Mapping[str, Any]) -> Any:
+def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> Any:
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
-    value = hypers[state.init] if isinstance(state.init, str) else state.init
+    value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
     if not hasattr(p, "new_full"):
         return value
     shapes = {

@@ -543,7 +543,9 @@ class SmallWork:
         return self.state.get(node.uid) or self.cutter.names[node.uid]
 
     def read(self, node: Node) -> Node:
-        return ir.load(self.name(node), dtypes.f32, node.space)
+        """What a later stage finds in its place; a condition is kept as 1 or 0."""
+        kept = ir.load(self.name(node), dtypes.f32, node.space)
+        return ir.op("lt", ir.const(0.0), kept) if node.dtype is dtypes.boolean else kept
 
     def pieces(self) -> list[Piece]:
         """A program for every round."""
@@ -576,7 +578,10 @@ class SmallWork:
                 stores.append(Store(self.name(n), mapped(n.args[0])))
             elif n.uid in self.temps and n.uid not in self.state and self.home[n.uid] == key:
                 temps.append(Buffer(self.name(n), dtypes.f32, n.space, "temp", self.name(n), False, True))
-                stores.append(Store(self.name(n), mapped(n)))
+                value = mapped(n)
+                if n.dtype is dtypes.boolean:
+                    value = ir.op("where", value, ir.const(1.0), ir.const(0.0))
+                stores.append(Store(self.name(n), value))
         stores += [Store(s.buffer, mapped(s.node)) for s in self.commits.get(key, ())]
         if not stores:
             return None

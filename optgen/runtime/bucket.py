@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optgen.runtime import plans, state
+from optgen.runtime import layout, plans, state
 from optgen.runtime.records import Variant
 
 Backend = Literal["reference", "triton", "cpp"]
@@ -73,6 +73,9 @@ def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> No
     module = plans.part(bucket.plan, "reference")
     function: Callable[..., None] = getattr(module, bucket.variant.step_name)
     names = bucket.variant.names
+    wide = {f.name for f in bucket.variant.fields if f.per == 1 and f.space == "elem"}
     for p, g, s, stream in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, strict=True):
+        shape = layout.matrix_shape(bucket.variant.matrix, p.shape)
         if p.numel():
-            function(p, g, *(s[name] for name in names), *scalars, step_key, stream)
+            fields = (s[name].view(shape) if name in wide else s[name] for name in names)
+            function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream)

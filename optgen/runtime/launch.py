@@ -44,13 +44,13 @@ class Tuning:
     tile   elements per tile, a power of two and of at least one storage block
     tiles  full tiles per work item
     warps  warps per program
-    rows   rows per tile of a panel, 1, 2, 4 or 8; in fast maths another order of sums
+    rows   rows per tile of a panel: 1, 2, 4 or 8; in fast maths another order of sums
     """
 
     tile: int | None = None
     tiles: int | None = None
     warps: int = 1
-    rows: int | None = None
+    rows: int = 1
 
     def sizes(self, kernels: ModuleType, function: str) -> tuple[int, int]:
         """(elements per tile, full tiles per work item) of a kernel."""
@@ -183,7 +183,10 @@ def signature(bucket: Bucket) -> Signature:
     params, states = bucket.params, bucket.states
     columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
     columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
-    return [p.shape for p in params], bucket.streams, columns
+    shapes = [p.shape for p in params]
+    if bucket.variant.matrix != "last":
+        shapes = [layout.matrix_shape(bucket.variant.matrix, shape) for shape in shapes]
+    return shapes, bucket.streams, columns
 
 
 @dataclass(slots=True)

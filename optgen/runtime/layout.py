@@ -34,16 +34,24 @@ def grid(shape: torch.Size) -> tuple[int, int]:
 def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     """Shape of a field's tensor for a parameter of that shape."""
     if field.space != "elem":
-        return small_shape(field.space, shape)
+        return small_shape(field.space, matrix_shape(field.matrix, shape))
     if field.per == 1:
         return tuple(shape)
     rows, columns = grid(shape)
     return rows, -(-columns // field.per)
 
 
-def value_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
+def matrix_shape(matrix: str, shape: torch.Size) -> torch.Size:
+    """The shape whose last two dimensions are the rows and columns of a rule.
+
+    matrix  "last": those of the parameter; "first": dimension 0 against the rest, as blocks are laid
+    """
+    return torch.Size(grid(shape)) if matrix == "first" and len(shape) > 2 else shape
+
+
+def value_shape(space: str, shape: torch.Size, matrix: str = "last") -> tuple[int, ...]:
     """Shape of the fp32 values of a state in that space, for a parameter of that shape."""
-    return tuple(shape) if space == "elem" else small_shape(space, shape)
+    return tuple(shape) if space == "elem" else small_shape(space, matrix_shape(matrix, shape))
 
 
 def small_shape(space: str, shape: torch.Size) -> tuple[int, ...]:

@@ -149,6 +149,7 @@ class Field:
     state  what it stores part of: the name of a state, or "p" for the weight
     space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
            the last two dimensions, "tensor" ()
+    matrix which two dimensions those are (layout.matrix_shape)
     """
 
     name: str
@@ -157,6 +158,7 @@ class Field:
     zero: int | float = 0
     state: str = ""
     space: str = "elem"
+    matrix: str = "last"
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
@@ -227,6 +229,8 @@ class Variant:
     init         first value of a state that does not start at zero: a number, or "param" for the weight
     temps        what the stages leave for one another
     stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
+    matrix       "last": rows and columns are those of the last two dimensions; "first": those of dimension 0 against
+                 the rest, which the kernels then see in the place of the parameter's shape
     """
 
     function: str
@@ -247,6 +251,7 @@ class Variant:
     kernel_host: HostFunction | None = None
     temps: tuple[Temp, ...] = ()
     stages: tuple[Stage, ...] = ()
+    matrix: str = "last"
 
     @property
     def step_name(self) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optgen.runtime import matrices
+from optgen.runtime import layout, matrices
 from optgen.runtime.bucket import Bucket
 from optgen.runtime.records import Stage, Variant
 from optgen.runtime.workspace import Workspace
@@ -92,5 +92,6 @@ def _call(bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Seq
     given = [scalars[names.index(x)] if isinstance(x, str) else x for x in stage.given]
     for p, at in zip(bucket.params, room.offsets[temp], strict=True):
         if p.numel():
-            x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()].view(p.shape)
+            x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()]
+            x = x.view(layout.matrix_shape(bucket.variant.matrix, p.shape))
             x.copy_(function(x, *given))

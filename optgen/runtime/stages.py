@@ -37,6 +37,9 @@ FLAT_TILES = 16
 ENTRIES = 4096
 """Rows, or columns, of matrices that one program takes between two sweeps, where the tensor's are apart."""
 
+BETWEEN = 8
+"""Warps of the programs between two sweeps."""
+
 FINISHED = 256
 """Values that a program finishes; lanes of columns."""
 
@@ -93,13 +96,13 @@ def build(
     now: tuple[list[torch.Size], list[int], list[list[int]]],
     old: Plan | None,
     rows: Rows,
-    panel_rows: int | None,
+    panel_rows: int,
 ) -> Plan:
     """The launches for tensors of these shapes, stream keys and columns of addresses.
 
     old         the launches of the step before
     rows        makes the table
-    panel_rows  rows per tile of a panel; None: as the plan says
+    panel_rows  rows per tile of a panel
     """
     every, streams, columns = now
     live = [i for i, shape in enumerate(every) if math.prod(shape)]
@@ -138,7 +141,7 @@ class _Maker:
         own: list[bool],
         room: workspace.Workspace,
         device: torch.device,
-        panel_rows: int | None,
+        panel_rows: int,
     ) -> None:
         self.variant, self.kernels, self.shapes, self.own = variant, kernels, shapes, own
         self.room, self.device, self.panel_rows = room, device, panel_rows
@@ -233,7 +236,6 @@ class _Maker:
 
     def _panels(self, stage: Stage) -> None:
         width = sums.panel_columns(stage.block)
-        rows = self.panel_rows or self.kernels.ROWS[stage.kernel]
         groups: dict[bool, list[int]] = {}
         for i, fits in enumerate(self.fits):
             if fits:
@@ -241,9 +243,11 @@ class _Maker:
         for aligned, tensors in groups.items():
             sizes = [self.sizes[i] for i in tensors]
             counts = [-(-height // sums.PANEL_ROWS) * -(-columns // width) for _, height, columns in sizes]
-            constants = {"ROWS": rows, "ALIGNED": aligned, "GRAD": None}
+            constants = {"ROWS": self.panel_rows, "ALIGNED": aligned, "GRAD": None}
             work = self._items(tensors, counts)
-            warps = min(max(width // 256, 1), 16)
+            warps = self.kernels.WARPS[stage.kernel]
+            if torch.version.hip is not None:
+                warps = max(warps // 2, 1)  # of 64 lanes
             self._add(stage.kernel, self.plan.table, work, warps, constants, stage.scalars, True)
 
     def _gathered(self, stage: Stage) -> None:
@@ -321,7 +325,7 @@ class _Maker:
             groups.setdefault(lanes, []).extend(lines)
         for lanes, lines in groups.items():
             work = torch.tensor(lines, dtype=torch.int32).to(self.device)
-            self._add(stages[0].kernel, self.plan.table, work, 4, {"LANES": lanes}, scalars)
+            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LANES": lanes}, scalars)
 
 
 def _power_of_two(n: int) -> int:

@@ -277,16 +277,23 @@ def term(x, at, live, MASKED: tl.constexpr, MAX: tl.constexpr = False):
 @triton.jit
 def fold(x, MAX: tl.constexpr = False):
     """[r, n] -> [r]: the upper half of each row added to the lower one, until one value is left; n a power of two."""
-    for _ in tl.static_range(log2(x.shape[1])):
-        low, high = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-        x = joint(low, high, MAX)
-    return tl.reshape(x, [x.shape[0]])
+    # The largest is the same in any order; the interpreter reduces by a function of ours one element at a time.
+    if MAX and not INTERPRETED:
+        out = tl.reduce(x, 1, larger)
+    else:
+        for _ in tl.static_range(log2(x.shape[1])):
+            low, high = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+            x = joint(low, high, MAX)
+        out = tl.reshape(x, [x.shape[0]])
+    return out
 
 
 @triton.jit
 def down(total, x, MAX: tl.constexpr = False):
     """total [n] and the rows of x [r, n], one after the other; r is 1, 2, 4 or 8."""
-    if x.shape[0] == 1:
+    if MAX and not INTERPRETED:
+        total = larger(total, tl.reduce(x, 0, larger))
+    elif x.shape[0] == 1:
         total = joint(total, tl.reshape(x, [x.shape[1]]), MAX)
     elif x.shape[0] == 2:
         total = _down_2(total, x, MAX)

@@ -31,6 +31,7 @@ from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower
+from optgen.ops import spaces
 from optgen.ops.dtypes import FROM_TORCH, DType
 from optgen.ops.prims import REDUCTIONS
 from optgen.runtime import checkpoint, layout
@@ -54,6 +55,12 @@ class Values:
     states: Mapping[str, Interval]
     host: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
+
+    def reshaped(self, spec: Spec, shape: torch.Size) -> Values:
+        """Seen as another shape of as many elements; what is kept per row, column or tensor stays as it is."""
+        wide = {s.name for s in spec.states if s.space == spaces.elem}
+        states = {k: v.reshape(shape) if k in wide else v for k, v in self.states.items()}
+        return Values(self.p.reshape(shape), states, self.host, self.step)
 
     @classmethod
     def decoded(
@@ -95,6 +102,12 @@ def enclose(
     """
     model = before.p.model
     shape = before.p.shape
+    seen = layout.matrix_shape(spec.matrix, shape)
+    if seen != shape:
+        hypers = {**hypers, **spec.flag_values(hypers, tuple(shape))}
+        views = kept and {k: v.reshape(seen) if v.shape == shape else v for k, v in kept.items()}
+        after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views)
+        return after.reshaped(spec, shape)
     gradient = Interval.point(g.float(), model)
     p, states, host = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
     flags = spec.flag_values(hypers, tuple(shape))

@@ -13,7 +13,7 @@ NaN ends mean that nothing is claimed: the operands may overflow to Inf - Inf, d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union
 
@@ -130,6 +130,9 @@ class Interval:
     @property
     def shape(self) -> torch.Size:
         return self.lo.shape
+
+    def reshape(self, shape: Sequence[int]) -> Interval:
+        return Interval(self.lo.reshape(shape), self.hi.reshape(shape), self.model)
 
     def clone(self) -> Interval:
         return Interval(self.lo, self.hi, self.model)
