@@ -16,6 +16,7 @@ from tests import harness
 HEADERS = sorted(native.HEADERS.glob("simd_*.h"))
 HOST_ONLY = {"pow", "exp", "log"}
 BY_STATEMENT = {"block_max", "block_min"}  # printed as accumulations, not as expressions
+BY_THE_HOST = {"call"}  # functions of whole matrices, between stages
 FUNCTION = re.compile(r"^(?:template <[^>]*> )?inline (\w+) ([\w]+|operator\S+)\((.*?)\) ?{", re.M)
 
 
@@ -32,7 +33,7 @@ def signatures(path: Path) -> set[str]:
 
 def test_every_core_primitive_is_spelled() -> None:
     core = {name for name, row in PRIMS.items() if row.core}
-    assert core - HOST_ONLY - BY_STATEMENT - set(REDUCTIONS) <= set(cpp.SPELL)
+    assert core - HOST_ONLY - BY_STATEMENT - BY_THE_HOST - set(REDUCTIONS) <= set(cpp.SPELL)
 
 
 def test_all_headers_define_the_same() -> None:

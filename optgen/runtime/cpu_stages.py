@@ -18,18 +18,18 @@ from optgen.runtime.records import Variant
 from optgen.runtime.workspace import Workspace, matrices
 
 NARROW = 64
-"""Columns below which a matrix is walked as one long row: a tile for each of its rows would be nearly empty."""
+"""Columns below which the matrices of a stack are walked as one long row: each of them is small, too."""
 
 
 def dense_copies(variant: Variant, shape: torch.Size) -> int:
     """How many fp32 tensors of the parameter's shape the widest sweep fills, where it cannot sum as it goes; else 0.
 
-    That is where blocks straddle the rows of matrices, and where rows are very short.
+    That is where blocks straddle the rows of matrices, and in stacks of matrices with very short rows.
     """
     columns = matrices(shape)[2]
     sweeps = [s for s in variant.stages if s.space == "elem" and s.matrices]
-    straddling = len(shape) > 2 and any(columns % s.block for s in sweeps)
-    if not sweeps or not (straddling or columns < NARROW):
+    straddling = any(columns % s.block for s in sweeps)
+    if not sweeps or len(shape) < 3 or not (straddling or columns < NARROW):
         return 0
     from_elements = {t.name for t in workspace.reduced(variant)}
     return max(1, *(len(from_elements.intersection(s.temps)) for s in sweeps))

@@ -277,15 +277,19 @@ inline bool by_panels(const Stage &s, const Shape &t) { return s.matrices && !t.
 
 struct Panels {
     int64_t height, bands, panels, per_row;
+    int64_t together;  // rows of a tile: several where at least three fit; two are faster one by one
 
     Panels(const Stage &s, const Shape &t) {
-        height = 8;
+        per_row = (t.columns + s.block - 1) / s.block;
+        together = s.size / (per_row * s.block);
+        if (together < 3 || (s.block == 1 && s.indexed && t.columns % 8))
+            together = 1;
+        height = together > 1 ? PANEL_ROWS : 8;
         for (int c = 0; c < s.count; c++)
             if (s.places[c].reduction != NONE && s.places[c].kind == COLUMN)
                 height = PANEL_ROWS;
         bands = (t.rows + height - 1) / height;
         panels = (t.columns + s.size - 1) / s.size;
-        per_row = (t.columns + s.block - 1) / s.block;
     }
 };
 
@@ -384,45 +388,6 @@ inline float fold_row(const Stage &s, int place, char *room, int64_t n) {
             x = tile_room(s, room, c);
         }
     return fold_panel(s.places[place].reduction, x, n);
-}
-
-// Units [low, high) of a tensor: a band of rows in a panel of columns each.
-OPTGEN_ONCE void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
-    const Panels shape(s, t);
-    char *values[MOST];
-    while (low < high) {
-        const int64_t band = low / shape.panels % shape.bands, matrix = low / shape.panels / shape.bands;
-        const int64_t panel = low % shape.panels, run = least(least(high - low, shape.panels - panel), RUN);
-        const int64_t top = band * shape.height, bottom = least(top + shape.height, t.rows);
-        for (int64_t i = top; i < bottom; i++) {
-            const int64_t row = matrix * t.rows + i;
-            for (int c = 0; c < s.count; c++) {
-                const Place &p = s.places[c];
-                values[c] = (char *)t.at[p.column];
-                if (p.reduction == NONE && (p.kind == ROW || p.kind == MATRIX)) {
-                    const float *all = (const float *)values[c];
-                    values[c] = (char *)tile_room(s, room, c);
-                    store((float *)values[c], F(all[p.kind == ROW ? row : matrix]));
-                }
-            }
-            for (int64_t k = panel; k < panel + run; k++) {
-                const int64_t from = k * s.size, n = least(s.size, t.columns - from);
-                panel_of_row(s, t, shape, values, room, row, from, n, known);
-                for (int c = 0; c < s.count; c++) {
-                    const Place &p = s.places[c];
-                    if (p.reduction != NONE && p.kind == COLUMN)
-                        add_row(p.reduction, (float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns + from,
-                                tile_room(s, room, p.source), n, i == top);
-                }
-                for (int c = 0; c < s.count; c++) {  // folding leaves nothing of an array
-                    const Place &p = s.places[c];
-                    if (p.reduction != NONE && p.kind == ROW)
-                        ((float *)t.at[p.partial])[row * shape.panels + k] = fold_row(s, c, room, n);
-                }
-            }
-        }
-        low += run;
-    }
 }
 
 // Values of rows, columns or matrices, one for each element of [e, e + n).
@@ -538,6 +503,74 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
                 memcpy(to + first * p.bytes, at[c], (size_t)count * p.bytes);
             for (int k = 0; p.kind == ELEMENT && !full && k < runs; k++)
                 memcpy(to + start[k] * p.bytes, at[c] + k * pace * p.bytes, (size_t)length[k] * p.bytes);
+        }
+    }
+}
+
+// A band of short rows, several to a tile.
+OPTGEN_ONCE void sweep_narrow(const Stage &s, const Shape &t, const Panels &shape, int64_t matrix, int64_t band,
+                              int64_t top, int64_t bottom, char *room, const Known &known) {
+    const Grid grid(t, s.block);
+    const int64_t pace = shape.per_row * s.block;
+    alignas(64) float one[1024 * BLOCKS_OF_TILE / 2];
+    for (int64_t i = top; i < bottom; i += shape.together) {
+        const int64_t row = matrix * t.rows + i, now = least(shape.together, bottom - i);
+        flat_tile(s, t, grid, row * shape.per_row, (int)(now * shape.per_row), room, known);
+        for (int c = 0; c < s.count; c++) {
+            const Place &p = s.places[c];
+            const float *x = tile_room(s, room, p.source);
+            for (int64_t k = 0; p.reduction != NONE && k < now; k++) {
+                if (p.kind == COLUMN) {
+                    add_row(p.reduction, (float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns,
+                            x + k * pace, t.columns, i + k == top);
+                } else {
+                    memcpy(one, x + k * pace, (size_t)t.columns * 4);
+                    ((float *)t.at[p.partial])[row + k] = fold_panel(p.reduction, one, t.columns);
+                }
+            }
+        }
+    }
+}
+
+// Units [low, high) of a tensor: a band of rows in a panel of columns each.
+OPTGEN_ONCE void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64_t high, char *room, const Known &known) {
+    const Panels shape(s, t);
+    char *values[MOST];
+    while (low < high) {
+        const int64_t band = low / shape.panels % shape.bands, matrix = low / shape.panels / shape.bands;
+        const int64_t panel = low % shape.panels, run = least(least(high - low, shape.panels - panel), RUN);
+        const int64_t top = band * shape.height, bottom = least(top + shape.height, t.rows);
+        low += run;
+        if (shape.together > 1) {
+            sweep_narrow(s, t, shape, matrix, band, top, bottom, room, known);
+            continue;
+        }
+        for (int64_t i = top; i < bottom; i++) {
+            const int64_t row = matrix * t.rows + i;
+            for (int c = 0; c < s.count; c++) {
+                const Place &p = s.places[c];
+                values[c] = (char *)t.at[p.column];
+                if (p.reduction == NONE && (p.kind == ROW || p.kind == MATRIX)) {
+                    const float *all = (const float *)values[c];
+                    values[c] = (char *)tile_room(s, room, c);
+                    store((float *)values[c], F(all[p.kind == ROW ? row : matrix]));
+                }
+            }
+            for (int64_t k = panel; k < panel + run; k++) {
+                const int64_t from = k * s.size, n = least(s.size, t.columns - from);
+                panel_of_row(s, t, shape, values, room, row, from, n, known);
+                for (int c = 0; c < s.count; c++) {
+                    const Place &p = s.places[c];
+                    if (p.reduction != NONE && p.kind == COLUMN)
+                        add_row(p.reduction, (float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns + from,
+                                tile_room(s, room, p.source), n, i == top);
+                }
+                for (int c = 0; c < s.count; c++) {  // folding leaves nothing of an array
+                    const Place &p = s.places[c];
+                    if (p.reduction != NONE && p.kind == ROW)
+                        ((float *)t.at[p.partial])[row * shape.panels + k] = fold_row(s, c, room, n);
+                }
+            }
         }
     }
 }
