@@ -1,19 +1,7 @@
 """CAME: Adafactor's factored second moment, and a second factored one that says how far to trust the update."""
 
 from optgen.lang import (
-    col,
-    col_mean,
-    hyper,
-    mat_mean,
-    maximum,
-    nonneg,
-    optimizer,
-    policies,
-    rms,
-    row,
-    row_mean,
-    rsqrt,
-    shape_flag,
+    col, col_mean, hyper, mat_mean, maximum, nonneg, optimizer, policies, rms, row, row_mean, rsqrt, shape_flag,
     state,
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from optgen.backends import cpp
+from optgen.backends import cpp, cpp_stages
 from optgen.formats import Float
 from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state, where
 from optgen.ops import dtypes
@@ -100,15 +100,18 @@ def test_limits_keep_the_zero_that_the_reference_keeps(isa: str, tmp_path: Path)
 
 @pytest.mark.parametrize("plan", product.PLANS)
 def test_no_buffer_is_read_after_it_was_written(plan: str) -> None:
-    """In the loops' order, for every rule under the plan."""
+    """In the order of the text of every stage, for every rule under the plan."""
     for name in product.SPECS:
         if product.refusal(name, plan) or product.reduces(name):
             continue
-        for maths in ("strict", "fast"):
-            s = harness.schedule(harness.spec_of(name), harness.plan_of(plan), "bfloat16", maths)
-            text = cpp.kernel(s, "f")
-            loops = "\n".join(text).split("// -- ")
-            for b in s.program.buffers:
-                stored = [k for k, loop in enumerate(loops) if re.search(rf"store\w*(<\d>)?\({b.name}_at \+", loop)]
-                read = [k for k, loop in enumerate(loops) if any(f"{w}({b.name}_at +" in loop for w in ("load", "raw"))]
-                assert not stored or not read or max(read) <= min(stored), (name, b.name)
+        compiled = product.build(product.Cell(name, plan)).compiled
+        for step in (compiled.strict, compiled.fast):
+            for k, stage in enumerate(step.stages):
+                if stage.call:
+                    continue
+                several = len(step.stages) > 1
+                text = "\n".join(cpp_stages.stage(step, k, "f") if several else cpp.kernel(stage.schedule, "f"))
+                for b in stage.schedule.program.buffers:
+                    stored = [m.start() for m in re.finditer(rf"store\w*(<\d>)?\({b.name}_at \+", text)]
+                    read = [m.start() for m in re.finditer(rf"(load|raw)\({b.name}_at \+", text)]
+                    assert not stored or not read or max(read) < min(stored), (name, b.name)

@@ -321,7 +321,7 @@ def main() -> int:
         console.print(verdict)
     console.print(
         f"(`optgen fp32` computes what `{BASE}` does up to rounding: its row shows what rounding alone does to a "
-        "run.  On a CPU the generated code is its eager reference: the times are no benchmark.)"
+        "run.  Times are of one thread beside other runs: no benchmark.)"
     )
     plot(results, OUT / "loss.png")
     console.rule("a new rule")

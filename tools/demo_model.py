@@ -198,22 +198,30 @@ def train(
     dtype: torch.dtype,
     steps: int,
     seed: int,
-    peak: float,
+    peak: float | None = None,
     checks: int = 8,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Run:
-    """One run: the model's start, the batches and their order depend on the seed alone."""
+    """One run: the model's start, the batches and their order depend on the seed alone.
+
+    peak   the largest learning rate; None: the optimizer's own rates, where they are named like one, are the largest
+    """
     torch.manual_seed(seed)
     model = LanguageModel(size).to(dtype)
     optimizer = make(model)
+    groups = optimizer.param_groups
+    rates = [{key: peak or group[key] for key in ("lr", "adamw_lr") if key in group} for group in groups]
+    averages = getattr(optimizer, "evaluation", None) is not None
+    if averages:
+        rates = []  # an average of the weights takes the place of a schedule
     every = max(1, steps // checks)
     curve: list[tuple[int, float]] = []
     whole: list[float] = []
     inside: list[float] = []
     for step, (x, y) in enumerate(batches(text.train, size, steps, seed)):
         begin = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps, peak)
+        for group, largest in zip(optimizer.param_groups, rates, strict=False):
+            group.update({key: rate(step, steps, value) for key, value in largest.items()})
         loss = loss_of(model, x, y)
         loss.backward()
         before = time.perf_counter()
@@ -225,7 +233,11 @@ def train(
         report(step + 1, float(loss.detach()))
         if (step + 1) % every == 0 or step + 1 == steps:
             last = step + 1 == steps
+            if averages:
+                optimizer.eval()
             curve.append((step + 1, validate(model, text.validation, size, 48 if last else 8)))
+            if averages:
+                optimizer.train()
     weights, state = stored_bytes(model, optimizer)
     return Run(
         validation=curve,

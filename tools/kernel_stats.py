@@ -6,8 +6,9 @@ counted per element and by class.  The counts are what the performance tests com
     compiled = compile_for(kernel, {"x": "*fp32", "n": "i32"}, {"BLOCK": 256}, TARGETS["sm_90"], num_warps=1)
     print(analyse(compiled, elements=256))
 
-The *main loop* is the range of the widest backward branch; a kernel without one is counted whole.  `elements` is what
-one iteration of that loop does for the whole program, so that `per_element` is instructions per thread and element.
+The *main loop* is the range of the widest backward branch; a kernel without one is counted whole.  Kernels that walk
+panels have a loop without masks and one with: there it is the narrowest that loads.  `elements` is what one iteration
+of that loop does for the whole program, so that `per_element` is instructions per thread and element.
 
 Works with Triton 3.6 to 3.9; NVIDIA targets need the `nvdisasm` and `cuobjdump` that come with the Triton wheel, AMD
 targets are read from the assembly text the compiler prints.
@@ -155,15 +156,21 @@ class Code:
     instructions: tuple[Instruction, ...]
     labels: Mapping[str, int]
 
-    def main_loop(self) -> tuple[Instruction, ...]:
-        """The range of the widest backward branch, or everything where there is none."""
-        loops = [
-            (self.labels[target], end + 1)
+    def loops(self) -> list[tuple[Instruction, ...]]:
+        """The ranges of backward branches."""
+        return [
+            self.instructions[self.labels[target] : end + 1]
             for end, instruction in enumerate(self.instructions)
             if (target := _branch_target(instruction)) is not None and self.labels.get(target, end) < end
         ]
-        start, stop = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, len(self.instructions)))
-        return self.instructions[start:stop]
+
+    def main_loop(self, narrowest: bool = False) -> tuple[Instruction, ...]:
+        """The range of the widest backward branch, or everything where there is none; `narrowest`: of those that load
+        from memory."""
+        loading = re.compile(r"LDG|global_load")
+        if narrowest and (loads := [x for x in self.loops() if any(loading.match(i.opcode) for i in x)]):
+            return min(loads, key=len)
+        return max(self.loops(), key=len, default=self.instructions)
 
 
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
@@ -301,13 +308,13 @@ def _widths(counts: Mapping[int, int]) -> str:
     return ",".join(f"{count}x{bits}b" for bits, count in sorted(counts.items(), reverse=True)) or "none"
 
 
-def analyse(compiled: Compiled, elements: int) -> Stats:
+def analyse(compiled: Compiled, elements: int, narrowest: bool = False) -> Stats:
     """Count the main loop of `compiled`, one iteration of which does `elements` elements for the whole program."""
     nvidia = compiled.target.backend == "cuda"
     code = read_sass(compiled.listing) if nvidia else read_gcn(compiled.listing)
     table = SASS_CLASSES if nvidia else GCN_CLASSES
     # nvdisasm pads a kernel with no-operations after its last branch.
-    loop = [instruction for instruction in code.main_loop() if instruction.opcode != "NOP"]
+    loop = [instruction for instruction in code.main_loop(narrowest) if instruction.opcode != "NOP"]
     classes = Counter(classify(instruction.opcode, table) for instruction in loop)
     counted = classes.total() if nvidia else sum(classes[name] for name in VALU)
     share = elements / (compiled.target.warp_size * compiled.num_warps)
@@ -346,6 +353,7 @@ class Job:
     aligned: tuple[str, ...] = ()
     targets: tuple[str, ...] = tuple(TARGETS)
     """A kernel whose tile depends on the number of threads in a warp is one job for each of its tiles."""
+    panels: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -426,6 +434,55 @@ def chosen() -> Iterable[Job]:
         yield from jobs_of(f"{spec_name}.{plan_name}", module, "kernel", param)
 
 
+# Steps of several sweeps, whose tests ask for no spills.
+STAGED: Sequence[tuple[str, str, str]] = (("came", "int8_split24", "bfloat16"), ("lamb", "int8_split24", "bfloat16"))
+
+
+def staged() -> Iterable[Job]:
+    """The kernels of STAGED, built from the specs as they are now, and those of the prelude that sum up."""
+    from optgen.driver import emit
+    from optgen.runtime import triton_prelude
+
+    for spec_name, plan_name, param in STAGED:
+        spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
+        plan = getattr(importlib.import_module("specs.plans"), plan_name)
+        module = _module(f"{spec_name}_{plan_name}", emit.emit_plan(spec, plan)["triton_kernels.py"])
+        found = re.compile(rf"{spec_name}_{param}_(\d+(_flat)?)")
+        for function in sorted(vars(module)):
+            if name := found.fullmatch(function):
+                yield from staged_jobs(f"{spec_name}.{plan_name}.{name[1]}", module, function, param)
+    tables = {"table": "*i64", "work": "*i32"}
+    aligned = ("table", "work")
+    for constants in ({"MAX": False}, {"MAX": True}):
+        kind = "largest" if constants["MAX"] else "sum"
+        finish, rows, columns = triton_prelude.finish, triton_prelude.row_partials, triton_prelude.col_partials
+        yield Job(f"finish.{kind}", finish, tables, {**constants, "LANES": 256}, 256, 4, aligned)
+        of_rows = {**constants, "PANEL": 1024, "LANES": 1024, "ROWS": 4}
+        yield Job(f"row_partials.{kind}", rows, tables, of_rows, 4096, 4, aligned)
+        yield Job(f"col_partials.{kind}", columns, tables, {**constants, "LANES": 256, "PANEL": 64}, 256, 4, aligned)
+
+
+def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Job]:
+    """A kernel of a step of several stages as jobs."""
+    import triton.language as tl
+
+    from optgen.runtime import launch
+
+    if function in module.TILE:
+        yield from jobs_of(name, module, function, grad)
+        return
+    fn = getattr(module, function)
+    panel = re.search(r"64 rows of (\d+) columns", inspect.getsource(fn.fn))
+    known = {"GRAD": getattr(tl, grad), "ROWS": 1, "ALIGNED": True, "TILES": 16, "LANES": 256}
+    constants = {a: known[a] for a in fn.arg_names if a in known}
+    signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
+    for target, gpu in TARGETS.items():
+        width = int(panel[1]) if panel else 256
+        warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else launch.stages.BETWEEN)
+        warps = max(warps * 32 // gpu.warp_size, 1)
+        yield Job(name, fn, signature, constants, width, warps, ("table", "work"), (target,), panels=panel is not None)
+
+
 def _module(name: str, text: str) -> Any:
     """A module of that source; Triton reads kernels back from a file."""
     path = Path(tempfile.mkdtemp(prefix="kernel_stats_"), f"{name}.py")
@@ -469,7 +526,7 @@ def count(job: Job, target: str) -> Stats:
     compiled = compile_for(
         job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps, aligned=job.aligned, **job.options
     )
-    return analyse(compiled, job.elements)
+    return analyse(compiled, job.elements, job.panels)
 
 
 def update(results: Mapping[str, Stats]) -> None:
@@ -508,12 +565,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="only the kernels whose name contains one of these")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all of them")
     parser.add_argument("--chosen", action="store_true", help="those of the performance tests, built from the specs")
+    parser.add_argument("--stages", action="store_true", help="those of steps of several sweeps, built from the specs")
     parser.add_argument("--update", action="store_true", help="write the chosen kernels' counts as the baselines")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
     parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
     asked = parser.parse_args(arguments)
     results: dict[str, Stats] = {}
-    for job in chosen() if asked.chosen or asked.update else kernels():
+    for job in staged() if asked.stages else chosen() if asked.chosen or asked.update else kernels():
         if asked.names and not any(name in job.name for name in asked.names):
             continue
         for target in job.targets:

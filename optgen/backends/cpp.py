@@ -20,7 +20,9 @@ from optgen.backends.idioms import idiom
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Schedule, Store
+from optgen.ops import spaces
 from optgen.ops.dtypes import DType
+from optgen.ops.spaces import Space
 
 BLOCKS = 16  # storage blocks per tile: one vector of their values at the widest
 FLAT = 1024  # elements per tile where nothing is stored in blocks
@@ -85,7 +87,7 @@ class CppPrinter(Printer):
     """A printer that knows what stays as it was loaded."""
 
     def __init__(self, phases: Phases) -> None:
-        super().__init__(SPELL, {})
+        super().__init__(SPELL, dict(phases.head))
         self.phases, self.raw = phases, phases.raw
 
     def express(self, node: Node) -> Text:
@@ -191,8 +193,21 @@ def _load(p: Printer, n: Node) -> Text:
     assert isinstance(p, CppPrinter)
     if n.attr == "g":
         return "Grad::load(g_at + i)", ATOM
+    if n.space.name in spaces.SMALL:
+        return _load_few(p.phases.program.space, n), ATOM
     return f"{'raw' if n.uid in p.raw else 'load'}({n.attr}_at + {'b' if n.space.name == 'block' else 'i'})", ATOM
 
+
+def _load_few(runs_over: Space, n: Node) -> str:
+    """Of a row, column, matrix or tensor: from its own memory, or from an array of the tile (see stages.h)."""
+    if n.space.name in ("row", "mat") and n.space != runs_over:
+        return f"load({n.attr}_at + (i & row_mask))"
+    if n.space.name in ("tensor", "model") and n.space != runs_over:
+        return f"F(*{n.attr}_at)"
+    return f"load({n.attr}_at + i)"
+
+
+_EXTENTS = ("rows", "columns", "elements")
 
 SPELL: dict[str, Spelling] = {
     **dict.fromkeys(_INFIX, _infix),
@@ -202,6 +217,7 @@ SPELL: dict[str, Spelling] = {
     "key": lambda p, n: (str(n.attr), ATOM),
     "index": lambda p, n: ("(I(first) + iota(i))", ATOM),
     "load": _load,
+    "extent": lambda p, n: (f"F(extent[{_EXTENTS.index(n.attr)}])", ATOM),
     "neg": lambda p, n: (f"-{p.text(n.args[0], 31)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _call("abs"),
@@ -244,9 +260,11 @@ class Phase:
 class Phases:
     """Where each value of a sweep is computed, and which values outlive their phase."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, reserved: frozenset[str] = RESERVED) -> None:
         sweep = schedule.sweep
         self.program = schedule.program
+        self.reserved = reserved
+        self.head: dict[int, str] = {}  # names that stand before all loops
         roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
         self.nodes = list(postorder(roots))
         self._level: dict[int, int] = {}
@@ -259,9 +277,9 @@ class Phases:
         self.words: list[Let] = []  # one value for eight elements
         bound = {let.node.uid for let in sweep.lets}
         self.name: dict[int, str] = {}
-        self._taken = set(RESERVED) | {f"{b.name}_at" for b in self.program.buffers}
+        self._taken = set(reserved) | {f"{b.name}_at" for b in self.program.buffers}
         # Scalars keep their position; a name that means something here gets another.
-        self.scalar = {let.name: self._fresh(let.name) for let in self.program.host}
+        self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
         for let in sweep.lets:
             self._name(let.node, let.name)
             if self._shared[let.node.uid]:
@@ -304,9 +322,9 @@ class Phases:
             return False
         return all(self._shared[a.uid] or a.space.name == "host" for a in n.args)
 
-    def _fresh(self, wanted: str) -> str:
+    def fresh(self, wanted: str) -> str:
         """A name that nothing else has; arrays are called `<name>_kept`, so no name ends like that."""
-        base = f"{wanted}_" if wanted in RESERVED or wanted.endswith("_kept") else wanted
+        base = f"{wanted}_" if wanted in self.reserved or wanted.endswith("_kept") else wanted
         name, k = base, 1
         while name in self._taken:
             k += 1
@@ -316,7 +334,7 @@ class Phases:
 
     def _name(self, n: Node, wanted: str) -> None:
         if n.uid not in self.name:
-            self.name[n.uid] = self._fresh(wanted)
+            self.name[n.uid] = self.fresh(wanted)
 
     def _trivial(self, n: Node) -> bool:
         """Whether it is cheaper to compute n again than to keep it: it only looks differently at a named value."""
@@ -515,6 +533,14 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     read = {n.attr for n in plan.nodes if n.op == "sym"}
     scalars = [(k, plan.scalar[let.name]) for k, let in enumerate(program.host) if let.name in read]
     body += [f"const F {name}(scalars[{k}]);" for k, name in scalars]
+    body += loops(plan, extent, source)
+    out += [f"        {line}" if line else "" for line in body]
+    return [*out, "    }", "};"]
+
+
+def loops(plan: Phases, extent: str, source: str) -> list[str]:
+    """What stays on the stack, and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
+    body: list[str] = []
     for n in plan.edge:
         body.append(f"alignas(64) int32_t {plan.name[n.uid]}_kept[TILE / {SHARE}];")
     for n in plan.kept:
@@ -528,9 +554,8 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     body += _words(plan, extent)
     for k in range(len(plan.phases)):
         body += _block_stage(plan, k)
-        body += _element_phase(plan, k, blocked, source)
-    out += [f"        {line}" if line else "" for line in body]
-    return [*out, "    }", "};"]
+        body += _element_phase(plan, k, extent == "blocks", source)
+    return body
 
 
 def _keep(n: Node, name: str, at: str) -> str:
@@ -637,4 +662,4 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
     return [*out, "}"]
 
 
-__all__ = ["kernel", "literal"]
+__all__ = ["kernel", "literal", "loops"]

@@ -67,6 +67,13 @@ def _block(name: str) -> Spelling:
     return lambda p, n: (f"{name}({p.text(n.args[0])}, b.live)", ATOM)
 
 
+def _called(p: Printer, n: Node) -> Text:
+    """A function of whole matrices: of what is kept in memory, in place."""
+    x = n.args[0].args[0]
+    scalars = ", ".join(f"float({p.text(a)})" for a in n.args[1:])
+    return f"b.elements({n.attr}({x.attr}_tensor, {scalars}))", ATOM
+
+
 def _load(p: Printer, n: Node) -> Text:
     name = f'values["{n.attr[3:]}"]' if n.attr.startswith("in_") else f"{n.attr}_tensor"
     if n.space.name in spaces.SMALL:
@@ -108,6 +115,7 @@ SPELL: dict[str, Spelling] = {
     "bitcast": _bitcast,
     "block_max": _block("block_max"),
     "block_min": _block("block_min"),
+    "call": _called,
     "extent": lambda p, n: (f'b.extent("{n.attr}")', ATOM),
 }
 
@@ -140,12 +148,14 @@ def _stored(program: Program, s: Store, printer: Printer) -> str:
     """The line of a store."""
     buffer = program.buffer(s.buffer)
     value, name = printer.text(s.node), f"{s.buffer}_tensor"
+    if buffer.reduction == "model_sum":
+        return f"{name} = yield {value}"
     if buffer.role == "partial":
         if program.space == spaces.elem:
             return f"{name} = b.{buffer.reduction}({value})"
         return f'{name} = few_{buffer.reduction.split("_")[1]}({value}, "{buffer.space.name}")'
     if buffer.role == "temp":
-        return f"{name} = {value}"
+        return f"{name} = b.flat({value})" if buffer.space == spaces.elem else f"{name} = {value}"
     if buffer.space.name in spaces.SMALL:
         return f"put({name}, {value})"
     return f"b.store{_kind(program, s.buffer)}({name}, {value})"
@@ -172,17 +182,42 @@ def step_function(step: Step, function: str, source: str = "") -> list[str]:
     for k, stage in enumerate(step.stages):
         program, sweep = stage.schedule.program, stage.schedule.sweep
         if len(step.stages) > 1:
-            what = f"sweep {step.sweeps.index(stage) + 1}" if stage.is_sweep else stage.space.name
+            what = f"sweep {step.sweeps.index(stage) + 1}" if stage.is_sweep else stage.call or stage.space.name
             out += ["", f"    # == {what}: {stage.why}"]
-        if k and stage.is_sweep:
-            before = next((blocks[i] for i in range(k - 1, -1, -1) if step.stages[i].is_sweep), blocks[0])
+        if k and stage.space == spaces.elem:
+            before = next((blocks[i] for i in range(k - 1, -1, -1) if step.stages[i].space == spaces.elem), blocks[0])
             if before != blocks[k]:
                 out.append(f"    b = Blocks(p_tensor, {blocks[k]})")
         printer = ReferencePrinter(SPELL, {}, stage.space)
         lines = bound_lines(sweep.lets, printer)
-        lines["encode"] += [(_stored(program, s, printer), "") for s in sweep.stores]
+        first = [s for s in sweep.stores if program.buffer(s.buffer).role == "partial"]
+        stores = first + [s for s in sweep.stores if s not in first]
+        for s in _endangered(stores, sweep.lets):
+            name = f"{s.buffer}_new"
+            lines["encode"].append((f"{name} = {printer.text(s.node)}", ""))
+            printer.names[s.node.uid] = name
+        lines["encode"] += [(_stored(program, s, printer), "") for s in stores]
         out += [f"    {line}" for line in assemble(lines, source)]
     return out
+
+
+def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
+    """Stores whose expression reads what a store before them overwrites: an fp32 load is the tensor itself, no copy."""
+    bound = {let.node.uid for let in lets if let.node.op != "load"}
+    written: set[str] = set()
+    found = []
+    for s in stores:
+        stack, read = [s.node], set()
+        while stack:
+            node = stack.pop()
+            if node.op == "load":
+                read.add(str(node.attr))
+            elif node.uid not in bound:
+                stack.extend(node.args)
+        if read & written:
+            found.append(s)
+        written.add(s.buffer)
+    return found
 
 
 def decode_function(schedule: Schedule, function: str) -> list[str]:
@@ -221,6 +256,7 @@ def needs(schedules: list[Schedule]) -> list[str]:
                 names.add(f"few_{buffer.reduction.split('_')[1]}")
             elif buffer.role == "state" and buffer.space.name in spaces.SMALL:
                 names.add("put")
+        names |= {str(n.attr) for n in postorder(s.program.roots()) if n.op == "call"}
         if s.program.host:
             names.add("scalars")
         for n in postorder(s.program.roots()):

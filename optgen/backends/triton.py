@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from optgen.backends.idioms import idiom, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
@@ -33,7 +34,12 @@ def tl_dtype(d: DType) -> str:
 
 
 class TritonPrinter(Printer):
-    """A printer that knows the maths mode, intervals, and which space an operand is read in."""
+    """A printer that knows the maths mode, intervals, and which space an operand is read in.
+
+    A block's value has one dimension less than the elements; `keeps` printers give it as many, the last of size 1.
+    """
+
+    keeps = False
 
     def __init__(self, program: Program, intervals: Mapping[int, Interval]) -> None:
         super().__init__(FAST if program.maths == "fast" else STRICT, {})
@@ -45,9 +51,14 @@ class TritonPrinter(Printer):
 
     def operand(self, user: Node, node: Node, level: int = 0) -> str:
         """An operand of `user`; a block's value beside elements is broadcast along the block."""
-        if user.space == spaces.elem and node.space.name == "block":
+        if user.space == spaces.elem and node.space.name == "block" and not self.keeps:
             return f"{self.text(node, ATOM)}[:, None]"
         return self.text(node, level)
+
+    @property
+    def tail(self) -> str:
+        """What follows the arguments of a block reduction."""
+        return ", live, MASKED, True" if self.keeps else ", live, MASKED"
 
     def express(self, node: Node) -> Text:
         found = idiom(node) if node.uid not in self.names and self.program.maths == "fast" else None
@@ -135,7 +146,7 @@ def _rcp(p: Printer, n: Node) -> Text:
     assert isinstance(p, TritonPrinter)
     if n.space.name == "block":
         return f"inverse({p.text(b)})", ATOM
-    if p.nonneg(b):
+    if p.nonneg(b) and n.space == spaces.elem:
         return f"reciprocal({p.text(b)})", ATOM
     return f"1.0 / {p.text(b, 21)}", 20
 
@@ -149,7 +160,11 @@ def _floor(p: Printer, n: Node) -> Text:
 
 
 def _block(name: str) -> Spelling:
-    return lambda p, n: (f"{name}({p.text(n.args[0])}, live, MASKED)", ATOM)
+    def spell(p: Printer, n: Node) -> Text:
+        assert isinstance(p, TritonPrinter)
+        return f"{name}({p.text(n.args[0])}{p.tail})", ATOM
+
+    return spell
 
 
 def magnitude(n: Node) -> Node | None:
@@ -161,15 +176,18 @@ def magnitude(n: Node) -> Node | None:
 
 def _block_max(p: Printer, n: Node) -> Text:
     """Magnitudes are compared as floats, whose operands take |x| for nothing."""
+    assert isinstance(p, TritonPrinter)
     x = magnitude(n)
     if x is None:
-        return f"block_max({p.text(n.args[0])}, live, MASKED)", ATOM
-    return f"block_magnitude({p.text(x)}, live, MASKED)", ATOM
+        return f"block_max({p.text(n.args[0])}{p.tail})", ATOM
+    return f"block_magnitude({p.text(x)}{p.tail})", ATOM
 
 
 def _load(p: Printer, n: Node) -> Text:
-    if n.space.name == "block":
-        return f"get({n.attr}_ptr, at_block, live_block, MASKED)", ATOM
+    if n.space in (spaces.tensor, spaces.model):
+        return f"tl.load({n.attr}_ptr)", ATOM
+    if n.space != spaces.elem:
+        return f"get({n.attr}_ptr, at_{n.space.name}, live_{n.space.name}, MASKED)", ATOM
     # Behind the gradient's pointer lies GRAD, whatever dtype the program gives it.
     text = f"get({n.attr}_ptr, at, live, MASKED)"
     if _is_wide_gradient(n):
@@ -189,6 +207,7 @@ _COMMON: dict[str, Spelling] = {
     "const": _const,
     "sym": lambda p, n: (str(n.attr), ATOM),
     "key": lambda p, n: (str(n.attr), ATOM),
+    "extent": lambda p, n: (f"extent_{n.attr}", ATOM),
     "index": lambda p, n: ("index", ATOM),
     "load": _load,
     "neg": _neg,
@@ -224,19 +243,88 @@ def registers(schedule: Schedule) -> int | None:
     buffers = schedule.program.buffers
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
         return None
-    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers.
-    return 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
+    # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
+    most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the row of a tensor has what a kernel reads; see optgen.runtime.launch.
+
+    width    entries of a row
+    columns  buffer -> the entry that is its address
+    numel    the entry that is the number of elements; columns and stream key follow
+    """
+
+    width: int
+    columns: Mapping[str, int]
+    numel: int
+
+    @classmethod
+    def of(cls, program: Program) -> Table:
+        """The table of a step that is one kernel."""
+        names = [b.name for b in program.buffers]
+        return cls(len(names) + 3, {name: i for i, name in enumerate(names)}, len(names))
+
+
+@dataclass(frozen=True)
+class Term:
+    """What a sweep adds up, or takes the largest of: the operand of one or more reductions.
+
+    name      of the variable that holds a tile of it
+    node      its value
+    partials  the buffers of the reductions
+    """
+
+    name: str
+    node: Node
+    partials: tuple[Buffer, ...]
+
+    @property
+    def is_max(self) -> bool:
+        return self.partials[0].reduction.endswith("max")
+
+    def joined(self, total: str, x: str) -> str:
+        """total and x as one."""
+        return f"larger({total}, {x})" if self.is_max else f"{total} + {x}"
+
+
+def terms(schedule: Schedule) -> list[Term]:
+    """The operands of the sweep's reductions, each once."""
+    program, found = schedule.program, dict[tuple[int, bool], list[Buffer]]()
+    nodes = {s.node.uid: s.node for s in schedule.sweep.stores}
+    for s in schedule.sweep.stores:
+        b = program.buffer(s.buffer)
+        if b.role == "partial" and b.space != spaces.model:  # which the host adds up
+            found.setdefault((s.node.uid, b.reduction.endswith("max")), []).append(b)
+    lets = {let.node.uid: let.name for let in schedule.sweep.lets}
+    out: list[Term] = []
+    for (uid, _), buffers in found.items():
+        base = lets.get(uid, buffers[0].reduction)
+        name, k = base, 1
+        while any(t.name == f"{name}_term" for t in out):
+            k += 1
+            name = f"{base}_{k}"
+        out.append(Term(f"{name}_term", nodes[uid], tuple(buffers)))
+    return out
 
 
 def _pointers(program: Program) -> list[str]:
-    return [f"{b.name}_ptr" for b in program.buffers]
+    return [f"{b.name}_ptr" for b in program.buffers if b.role != "partial"]
 
 
 def _comment(b: Buffer) -> str:
     access = " and ".join(w for w, yes in (("read", b.reads), ("written", b.writes)) if yes)
     dtype = "float" if b.role == "grad" else b.dtype.torch
-    shape = f"[blocks of {b.space.size}]" if b.space.size else "[n]"
+    if b.role == "partial":
+        return f"{dtype} [partial results]  {access}"
+    shape = f"[blocks of {b.space.size}]" if b.space.size else _SHAPES.get(b.space.name, "[n]")
     return f"{dtype} {shape}  {access}"
+
+
+_SHAPES = {"row": "[rows]", "col": "[columns]", "mat": "[matrices]", "tensor": "[1]", "model": "[1]"}
 
 
 def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
@@ -244,17 +332,29 @@ def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
     at, live = ("at_block", "live_block") if block else ("at", "live")
     value = printer.text(s.node)
     if not block and s.node.space != spaces.elem:
-        value = f"tl.broadcast_to({value if s.node.space == spaces.host else value + '[:, None]'}, at.shape)"
+        value = f"tl.broadcast_to({beside(s.node, printer)}, at.shape)"
     return f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)"
 
 
-def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
-    """The tile function: decode, update, encode."""
+def beside(node: Node, printer: TritonPrinter) -> str:
+    """A value that broadcasts to the elements."""
+    if node.space.name == "block" and not printer.keeps:
+        return f"{printer.text(node, ATOM)}[:, None]"
+    return printer.text(node)
+
+
+def tile(
+    schedule: Schedule, function: str, source: str, places: list[str], kind: type[TritonPrinter] = TritonPrinter
+) -> list[str]:
+    """The tile function: decode, update, encode; it returns the terms of the sweep's reductions.
+
+    places  the arguments that say which elements are meant
+    """
     program, sweep = schedule.program, schedule.sweep
     roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
-    printer = TritonPrinter(program, ranges(roots, scalar_ranges(program)))
+    printer = kind(program, ranges(roots, scalar_ranges(program)))
     # A store stands where its value is known: what only it reads is needed no longer.
-    lets, waiting = _lets(schedule), list(sweep.stores)
+    lets, waiting = _lets(schedule), [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
     lines = bound_lines((), printer)
     for i, let in enumerate(lets):
         for stage, new in bound_lines((let,), printer).items():
@@ -264,8 +364,12 @@ def _tile(schedule: Schedule, function: str, source: str) -> list[str]:
             waiting.remove(s)
             lines["encode"].append((_put(program, s, printer), ""))
     lines["encode"] += [(_put(program, s, printer), "") for s in waiting]
+    found = terms(schedule)
+    if found:
+        each = [f"term({beside(t.node, printer)}, at, live, MASKED{', True' if t.is_max else ''})" for t in found]
+        lines["encode"].append((f"return {', '.join(each)}", ""))
     host = [let.name for let in program.host]
-    names = [*_pointers(program), *_places(schedule), *host, *keys(schedule), "MASKED: tl.constexpr"]
+    names = [*_pointers(program), *places, *host, *keys(schedule), "MASKED: tl.constexpr"]
     out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
     out.append('    """One tile."""')
     return out + [f"    {line}" for line in assemble(lines, source)]
@@ -281,8 +385,9 @@ def _lets(schedule: Schedule) -> tuple[Let, ...]:
 
 
 def _places(schedule: Schedule) -> list[str]:
-    """The tile function's arguments that say which elements are meant."""
+    """The tile function's arguments that say which elements are meant, and how many there are."""
     counted = ["index"] if _is_counted(schedule.program) else []
+    counted += [line.split(" = ")[0].strip() for line in extents(schedule.program, Table.of(schedule.program))]
     if schedule.program.block == 1:
         return ["at", "live", *counted]
     return ["at", "at_block", "live", "live_block", *counted]
@@ -324,53 +429,73 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 # What the kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
-    "origin count before number pair odd part end few few_blocks".split()
+    "origin count before number pair odd part end few few_blocks matrices rows width height top left panel panels "
+    "padded entry group live_row live_col live_mat at_row at_col at_mat extent_rows extent_columns "
+    "extent_elements".split()
 )
 
 
-def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
-    """The tile function and the kernel that walks the tiles of a work item."""
+def kernel(schedule: Schedule, function: str, source: str = "", table: Table | None = None) -> list[str]:
+    """The tile function and the kernel that walks the tiles of a work item.
+
+    A sweep that reduces has work items of one segment (see optgen.runtime.sums): lane by lane and tile by tile, and
+    the lanes in the end.
+    """
     program = schedule.program
-    block, tile = program.block, tile_elements(schedule)
+    table = table or Table.of(program)
+    block, size = program.block, tile_elements(schedule)
     host = [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
-    columns = len(program.buffers)
     counted = _is_counted(program)
-    out = _tile(schedule, function, source)
+    found = terms(schedule)
+    elementwise = [b for b in program.buffers if b.space.size or b.space == spaces.elem]
+    places = _places(schedule)
+    out = tile(schedule, function, source, places)
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "step_key: tl.int32"]
     args += ["GRAD: tl.constexpr", "TILES: tl.constexpr", "RAGGED: tl.constexpr", "ALIGNED: tl.constexpr"]
-    args += [f"TILE: tl.constexpr = {tile}"]
+    args += [f"TILE: tl.constexpr = {size}"]
     out += ["", "", "@triton.jit", *wrapped(f"def {function}(", args)]
     out.append(f'    """{program.name}: the tiles of one work item; see optgen.runtime.launch for table and work."""')
     out.append("    item = work + 2 * tl.program_id(0)")
-    out.append(f"    row = table + {columns + 3} * tl.load(item).to(tl.int64)")
+    out.append(f"    row = table + {table.width} * tl.load(item).to(tl.int64)")
     out.append("    first = tl.load(item + 1).to(tl.int64)")
-    for i, b in enumerate(program.buffers):
-        dtype = "GRAD" if b.role == "grad" else tl_dtype(b.dtype)
-        pointer = f"{b.name}_ptr = pointer(row + {i}, {dtype}, ALIGNED)"
-        out.append(f"    {pointer:<64}  # {_comment(b)}")
-    out.append(f"    numel = tl.load(row + {columns})")
+    out += pointers(program, table)
+    out.append(f"    numel = tl.load(row + {table.numel})")
     if block > 1:
-        out.append(f"    columns = tl.load(row + {columns + 1})")
+        out.append(f"    columns = tl.load(row + {table.numel + 1})")
     if "stream_key" in keys(schedule):
-        out.append(f"    stream_key = tl.load(row + {columns + 2}).to(tl.int32)")
-    places = _places(schedule)
+        out.append(f"    stream_key = tl.load(row + {table.numel + 2}).to(tl.int32)")
+    out += extents(program, table)
+    strict = program.maths == "strict"
+    shape = f"[TILE // {block}, {block}]" if block > 1 else "[TILE]"
+    if found and strict:
+        shape = "[256]"
+    for t in found:
+        out.append(f"    {t.name}s = tl.full({shape}, {_nothing(t)}, tl.float32)")
 
     def call(indent: str, elements: str, blocks: str, masked: str, **given: str) -> list[str]:
         """The tile whose pointers are that much further on."""
-        moved = [(b.name, blocks if b.space.size else elements) for b in program.buffers]
-        pointers = [f"{name}_ptr + {further}" if further else f"{name}_ptr" for name, further in moved]
-        names = [*pointers, *(given[place] for place in places), *host, *keys(schedule), masked]
-        return [indent + x for x in wrapped(f"{function}_tile(", names, close=")")]
+        moved = [(b, blocks if b.space.size else elements if b in elementwise else "") for b in program.buffers]
+        names = [f"{b.name}_ptr + {by}" if by else f"{b.name}_ptr" for b, by in moved if b.role != "partial"]
+        names += [*(given.get(place, place) for place in places), *host, *keys(schedule), masked]
+        results = ", ".join(t.name for t in found)
+        lines = wrapped(f"{results + ' = ' if found else ''}{function}_tile(", names, close=")")
+        for t in found:
+            if strict:
+                lines.append(f"{t.name}s = down({t.name}s, tl.reshape({t.name}, [TILE // 256, 256]){_max(t)})")
+            else:
+                lines.append(f"{t.name}s = {t.joined(f'{t.name}s', t.name)}")
+        return [indent + x for x in lines]
 
     pad = " " * 4
-    # Masked elements come one by one, in a register each: half as many at a time, lest registers spill.
+    # Masked elements come one by one, in a register each: half as many at a time, lest registers spill.  Sums need the
+    # lanes of a whole tile.
     if block == 1:
-        out.append("    LESS: tl.constexpr = TILE // 2")
+        out.append("    LESS: tl.constexpr = TILE" + ("" if found else " // 2"))
         out.append("    at = tl.arange(0, TILE)")
         out.append("    few = tl.arange(0, LESS)")
     else:
         out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
-        out.append("    FEW: tl.constexpr = (BLOCKS + 1) // 2")
+        out.append("    FEW: tl.constexpr = BLOCKS" if found else "    FEW: tl.constexpr = (BLOCKS + 1) // 2")
         out.append(f"    LESS: tl.constexpr = FEW * {block}")
         out.append("    few_blocks = tl.arange(0, FEW)")
         out.append("    if RAGGED:")
@@ -396,7 +521,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
         out.append(f"{pad}few = few_blocks[:, None] * {block} + tl.arange(0, {block})[None, :]")
     # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
     out.append(f"{pad}origin = first * TILE")
-    out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in program.buffers]
+    out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in elementwise]
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
         out.append(f"{pad}before = origin.to(tl.int32)")
@@ -425,7 +550,42 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block")
     further = "start", "count // TILE * BLOCKS + part * FEW"
     out += call(f"{pad}        ", *further, "True", **partial, index="before + start + few")
+    for t in found:
+        lanes = f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])"
+        for b in t.partials:
+            out.append(f"    tl.store({b.name}_ptr + first // TILES + tl.arange(0, 1), {folded(t, lanes, strict)})")
     return out
+
+
+def _nothing(t: Term) -> str:
+    """What the term's reduction begins with."""
+    return 'float("-inf")' if t.is_max else "0.0"
+
+
+def _max(t: Term) -> str:
+    return ", True" if t.is_max else ""
+
+
+def folded(t: Term, x: str, strict: bool) -> str:
+    """[r, n] -> [r]: what is left of each row of x; in strict maths in the order that every backend has."""
+    return f"fold({x}{_max(t)})" if strict or t.is_max else f"tl.sum({x}, 1)"
+
+
+def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[str]:
+    """The addresses of a tensor's buffers, read from its row of the table."""
+    out = []
+    for b in program.buffers:
+        dtype = "GRAD" if b.role == "grad" else tl_dtype(b.dtype)
+        pointer = f"{b.name}_ptr = pointer(row + {table.columns[b.name]}, {dtype}, {aligned})"
+        out.append(f"    {pointer:<64}  # {_comment(b)}")
+    return out
+
+
+def extents(program: Program, table: Table) -> list[str]:
+    """The sizes of a tensor that the program computes with, as fp32."""
+    wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
+    at = {"rows": table.numel - 2, "columns": table.numel - 1, "elements": table.numel}
+    return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at if x in wanted]
 
 
 def helpers(schedules: list[Schedule]) -> list[str]:
@@ -447,4 +607,6 @@ def helpers(schedules: list[Schedule]) -> list[str]:
                 text.add("minus")
             if n.op == "rcp":
                 text.add("inverse" if n.space.name == "block" else "reciprocal")
+        for t in terms(s):
+            text |= {"term", *(["larger", "fold"] if t.is_max else []), *([] if fast else ["down", "fold"])}
     return sorted(text)

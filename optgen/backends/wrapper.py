@@ -35,16 +35,19 @@ class FlagRow:
     needs: str | None
     excludes: str | None
     shape: str = ""  # the source of a function of the shape
+    every: str | None = None
 
     @property
     def derived(self) -> bool:
         """Whether no constructor argument sets it."""
-        return bool(self.nonzero or self.shape)
+        return bool(self.nonzero or self.shape or self.every)
 
     @property
     def declaration(self) -> str:
         if self.shape:
             return f'Flag("{self.name}", shape={self.shape})'
+        if self.every:
+            return f'Flag("{self.name}", every="{self.every}")'
         if self.nonzero:
             return f'Flag("{self.name}", nonzero="{self.nonzero}")'
         limits = (("needs", self.needs), ("excludes", self.excludes))
@@ -68,6 +71,7 @@ class ClassRow:
     default_plan: Mapping[str, str]
     formulas: tuple[str, ...]
     rebuild: str
+    evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
 
     @property
     def signature(self) -> list[str]:

@@ -92,6 +92,16 @@ TABLE: dict[str, Row] = {
         "its text goes into the generated class",
         "shape_flag(lambda shape: len(shape) >= 2)",
     ),
+    "E126": Row(
+        "state `{name}` cannot depend on `{flag}`, which changes from step to step",
+        "a state exists at every step or at none",
+        "keep the state, and branch on the flag in the rule",
+    ),
+    "E127": Row(
+        "`{name}` cannot give the weights to evaluate with: {why}",
+        "its text goes into the generated class, where torch tensors are put in",
+        "def averaged(p, z, *, betas): ... return p + (1 - 1 / betas[0]) * (z - p)",
+    ),
     "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
     "E132": Row(
         "the source of `{name}` cannot be read",

@@ -51,9 +51,7 @@ def of_frame(frame: FrameType) -> Loc:
     at = _positions(code)
     i = frame.f_lasti // 2
     line, end_line, col, end_col = at[i] if 0 <= i < len(at) else (frame.f_lineno, None, None, None)
-    return Loc(
-        code.co_filename, line or frame.f_lineno, col or 0, end_line or line or 0, end_col or 0, code.co_name
-    )
+    return Loc(code.co_filename, line or frame.f_lineno, col or 0, end_line or line or 0, end_col or 0, code.co_name)
 
 
 def of_code(code: CodeType) -> Loc:

@@ -47,4 +47,3 @@ def compile_ahead(jobs: Sequence[native.Job], track: Callable[[Iterable[object],
         if isinstance(made, native.Unavailable):
             raise UserError("E416", why=str(made))
     return len(jobs)
-

@@ -275,8 +275,9 @@ def _tell_explanation(t: Terminal, x: Any) -> None:
             t.show(f"stored again at every step  {k.name}: {k.steady}")
     for n, s in enumerate(x.sweeps, 1):
         reads, writes = (" ".join(part) for part in (s.reads, s.writes))
-        what = f"reduces {', '.join(s.reduces)}" if s.reduces else f"writes {writes}"
-        t.show(f"sweep {n}/{len(x.sweeps)}  reads {reads}; {what}: {s.bytes:g} B per parameter")
+        what = [f"writes {writes}"] if writes else []
+        what += [f"reduces {', '.join(s.reduces)}"] if s.reduces else []
+        t.show(f"sweep {n}/{len(x.sweeps)}  reads {reads}; {'; '.join(what)}: {s.bytes:g} B per parameter")
     t.show(f"why        {x.sweeps[-1].why}")
     t.show(f"traffic    {x.traffic:g} B per parameter and step; {x.milliseconds:.3g} ms per 1e9 parameters at 4.8 TB/s")
     t.show(f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import optgen
 from optgen import passes
-from optgen.backends import cpp, host, reference, triton, wrapper
+from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
 from optgen.backends.host import Unpack
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
@@ -68,8 +68,9 @@ class Pool:
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     """Lower one case and run the passes; strict for the reference, `maths` for the kernels."""
     program = lower(spec, case.flags, case.storage)
-    strict = passes.step(program, "strict")
-    fast = strict if maths == "strict" else passes.step(program, "fast")
+    pieces = passes.cut(program)
+    strict = passes.step(program, "strict", pieces=pieces)
+    fast = strict if maths == "strict" else passes.step(program, "fast", pieces=pieces)
     decode = passes.run(lower_decode(spec, case.storage), "strict")
     encode = passes.run(lower_encode(spec, case.storage), "strict")
     return Compiled(case, strict, fast, decode, encode)
@@ -128,10 +129,15 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     compiled = [compile_case(spec, case, maths) for case in targets.cases(spec, plan)]
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
+    cpp_parts = Pool()  # of steps that take several stages
+    cpp_steps: dict[str, list[str]] = {}
     source = f"{targets.source_name(spec.loc.file)}"
     rows: list[dict[str, Any]] = []
     tiles: dict[str, int] = {}
     limits: dict[str, int | None] = {}
+    warps: dict[str, int] = {}
+    dense: dict[str, dict[str, int]] = {}
+    helpers: set[str] = set()
     unpack = unpack_of(spec)
     for c in compiled:
         wanted = function_name(spec, c.case)
@@ -141,6 +147,9 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
 
         def kernel(name: str, c: Compiled = c) -> list[str]:
             return triton.kernel(c.fast.stages[0].schedule, name, source)
+
+        def staged(name: str, c: Compiled = c) -> list[str]:
+            return triton_stages.kernels(c.fast, name, source).lines
 
         def code(name: str, c: Compiled = c) -> list[str]:
             return [
@@ -156,7 +165,16 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, wanted, codec_name))
+            kernel_name = kernels.add(wanted, staged, [let.name for let in c.fast.host])
+            found = triton_stages.kernels(c.fast, kernel_name, source)
+            tiles |= found.tiles
+            limits |= found.limits
+            warps |= found.warps
+            dense |= found.dense
+            helpers |= set(triton_stages.needs(c.fast))
+            if kernel_name not in cpp_steps:
+                cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
+            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
             continue
         (only,) = c.fast.stages
         kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
@@ -187,15 +205,32 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         "triton_kernels.py": wrapper.render(
             "triton.py.j2",
             header=head["triton"],
-            helpers=triton.helpers(single),
+            helpers=sorted({*(triton.helpers(single) if single or not helpers else ()), *helpers}),
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
+            warps=warps,
+            dense=dense,
         ),
         "kernels.cpp": wrapper.render(
-            "cpp.cpp.j2", header=re.sub("^#", "//", head["cpp"], flags=re.M), kernels=list(cpp_kernels.values())
+            "cpp.cpp.j2",
+            header=re.sub("^#", "//", head["cpp"], flags=re.M),
+            include="stages.h" if cpp_steps else "optgen.h",
+            kernels=[*cpp_kernels.values(), *cpp_parts.functions, *cpp_steps.values()],
         ),
     }
+
+
+def _cpp_step(step: Step, name: str, source: str, parts: Pool) -> list[str]:
+    """The C++ struct of a step that takes several stages; equal stages are printed once, into `parts`."""
+    names = []
+    for k, stage in enumerate(step.stages):
+        if stage.call:
+            continue
+        wanted = f"{name}_{k + 1}"
+        scalars = [let.name for let in stage.schedule.program.host]
+        names.append(parts.add(wanted, partial(cpp_stages.stage, step, k, source=source), scalars))
+    return cpp_stages.whole(step, name, names)
 
 
 def _variant_row(
@@ -232,7 +267,7 @@ def _variant_row(
         init=dict(starts),
         matrix=spec.matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
-        stages=_stage_rows(c.fast, name) if len(c.fast.stages) > 1 else [],
+        stages=_stage_rows(c.fast, kernel) if len(c.fast.stages) > 1 else [],
     )
 
 
@@ -254,6 +289,14 @@ def _stage_rows(step: Step, kernel: str) -> list[str]:
 
 def _stage_row(stage: Stage, kernel: str) -> str:
     program = stage.schedule.program
+    if stage.call:
+        (buffer,) = program.buffers
+        (call,) = (n for n in _nodes(program) if n.op == "call")
+        given = tuple(a.attr for a in call.args[1:])
+        return (
+            f'Stage("{stage.call}", "call", {stage.level}, {stage.scalars!r}, '
+            f"temps={(buffer.name,)!r}, given={given!r})"
+        )
     temps = tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes)
     matrices = any(b.space.name in ("row", "col", "mat") for b in program.buffers)
     return (
@@ -286,7 +329,8 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         for h in spec.hypers
     )
     flags = tuple(
-        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f)) for f in spec.flags
+        wrapper.FlagRow(f.name, f.default, f.nonzero, f.needs, f.excludes, spec.shape_text(f), f.every)
+        for f in spec.flags
     )
     defaults = {d: p if p in plans else plans[0] for d, p in targets.DEFAULT_PLAN.items()}
     return wrapper.ClassRow(
@@ -302,7 +346,17 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         default_plan=defaults,
         formulas=tuple(let.line for let in spec.trace().lets),
         rebuild=f"optgen build {spec.name}",
+        evaluation=_evaluation(spec),
     )
+
+
+def _evaluation(spec: Spec) -> tuple[str, ...]:
+    """The author's function as a static method."""
+    if spec.evaluation is None:
+        return ()
+    head, *body = spec.evaluation.text.splitlines()
+    name = spec.evaluation.function.__name__
+    return ("@staticmethod", head.replace(f"def {name}(", "def evaluation(", 1), *body)
 
 
 def emit_class(spec: Spec, plans: tuple[str, ...]) -> str:

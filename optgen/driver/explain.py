@@ -14,7 +14,7 @@ from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
-from optgen.ir.node import postorder
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
@@ -179,15 +179,21 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
 
 
 def _sweeps(step: Step) -> Iterator[Pass]:
-    size = {b.name: b.bytes_per_param for b in step.program.buffers}
     for stage in step.sweeps:
         sweep = stage.schedule.sweep
+        buffers = stage.schedule.program.buffers
+        size = {b.name: b.bytes_per_param for b in buffers if b.space.name in ("elem", "block") and b.role != "partial"}
         yield Pass(
             {name: size[name] for name in sweep.reads if name in size},
             {s.buffer: size[s.buffer] for s in sweep.stores if s.buffer in size},
             tuple(f"{b.reduction} {b.name}" for b in stage.schedule.partials),
             why_last(step) if stage is step.sweeps[-1] else stage.why,
         )
+
+
+def _takes_all(node: Node) -> bool:
+    """Whether it needs all elements before it."""
+    return node.op == "call" or (node.op in REDUCTIONS and node.args[0].space == spaces.elem)
 
 
 def why_last(step: Step) -> str:
@@ -200,14 +206,14 @@ def why_last(step: Step) -> str:
     users = []
     seen: set[int] = set()
     for let in program.body:
-        of_elements = (n for n in postorder([let.node]) if n.op in REDUCTIONS and n.args[0].space == spaces.elem)
-        inside = [n for n in of_elements if n.uid not in seen]
+        inside = [n for n in postorder([let.node]) if _takes_all(n) and n.uid not in seen]
         seen |= {n.uid for n in inside}
         if inside and let.loc is not None:
-            users.append(f"{let.name} ({let.loc.short}) needs {', '.join(dict.fromkeys(n.op for n in inside))}")
+            what = ", ".join(dict.fromkeys(str(n.attr or n.op) for n in inside))
+            users.append(f"{let.name} ({let.loc.short}) needs {what}")
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
-    return f"{sweeps}: " + "; ".join(users[:4]) + (early if step.early else "")
+    return f"{sweeps}: " + "; ".join(users) + (early if step.early else "")
 
 
 # -- show

@@ -90,7 +90,7 @@ def without_spec(project: Path | None = None) -> list[Path]:
 
 
 def declared(file: Path) -> tuple[str, ...]:
-    """The functions of a file under `@optimizer(...)`, read from its syntax tree."""
+    """The functions of a file under `@optimizer(...)` and what wrappers make of rules, read from its syntax tree."""
     return _declared(file, file.stat().st_mtime_ns)
 
 
@@ -101,7 +101,22 @@ def _declared(file: Path, changed: int) -> tuple[str, ...]:
     except (SyntaxError, ValueError):
         # The error is told when the file is asked for; until then it goes by its own name.
         return (file.stem,)
-    return tuple(n.name for n in tree.body if isinstance(n, ast.FunctionDef) and any(map(_is_mark, n.decorator_list)))
+    found = []
+    for n in tree.body:
+        if isinstance(n, ast.FunctionDef) and any(map(_is_mark, n.decorator_list)):
+            found.append(n.name)
+        elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _called(n.value) in WRAPPERS:
+            found += [x.id for x in n.targets if isinstance(x, ast.Name)]
+    return tuple(found)
+
+
+WRAPPERS = frozenset({"clipped", "lookahead"})
+"""Functions of optgen.lang that make a spec of a spec."""
+
+
+def _called(call: ast.Call) -> str:
+    f = call.func
+    return f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")
 
 
 def _is_mark(decorator: ast.expr) -> bool:

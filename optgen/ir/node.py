@@ -10,6 +10,7 @@
             | PRIM expr*                        one row of ops/prims.py
             | cast expr dtype | bitcast expr dtype
             | block_max expr size | block_min expr size
+            | call expr scalar* name                 a function of whole matrices, one value per element
             | row_sum expr | col_sum expr | mat_sum expr | tensor_sum expr | row_max ...
 
 Nodes are immutable and hash-consed: equal means identical, so `is` compares and dicts are cheap.  Where a
@@ -110,7 +111,7 @@ def extent(name: str) -> Node:
 def op(name: str, *args: Node, attr: Any = None) -> Node:
     """The node `name(args)`, typed: dtype by the primitive's row, space by joining the operands'."""
     row = PRIMS[name]
-    if len(args) != row.arity:
+    if len(args) != row.arity and row.arity >= 0:
         raise ValueError(f"{name} takes {row.arity} operands, got {len(args)}")
     space = spaces.join_all([a.space for a in args])
     if row.result == "bool":
@@ -125,6 +126,8 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
         space = spaces.block(attr)
     elif name.endswith(("_sum", "_max")):
         space = Space(name.split("_")[0])
+    elif name == "call":
+        space = spaces.elem
     return _make(name, args, attr, dtype, space)
 
 
@@ -166,11 +169,21 @@ class Rewriter:
         self.memo: dict[int, Node] = {}
 
     def __call__(self, root: Node) -> Node:
-        for node in postorder([root]):
-            if node.uid not in self.memo:
-                done = rebuild(node, [self.memo[a.uid] for a in node.args]) if node.args else node
-                self.memo[node.uid] = self.rule(done)
-        return self.memo[root.uid]
+        memo = self.memo
+        stack = [root]
+        while stack:  # as `postorder` goes, but not again below what is done
+            node = stack[-1]
+            if node.uid in memo:
+                stack.pop()
+                continue
+            waiting = [a for a in node.args if a.uid not in memo]
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            stack.pop()
+            done = rebuild(node, [memo[a.uid] for a in node.args]) if node.args else node
+            memo[node.uid] = self.rule(done)
+        return memo[root.uid]
 
 
 def is_const(node: Node, value: float | None = None) -> bool:

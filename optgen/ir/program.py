@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from optgen.base.loc import Loc
-from optgen.ir.node import Node
+from optgen.ir.node import Node, postorder
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
@@ -168,9 +169,15 @@ class Stage:
     def space(self) -> Space:
         return self.schedule.program.space
 
+    @cached_property
+    def call(self) -> str:
+        """The function of whole matrices that the stage is; "" for a kernel."""
+        found = (n.attr for s in self.schedule.sweep.stores for n in postorder([s.node]) if n.op == "call")
+        return str(next(found, ""))
+
     @property
     def is_sweep(self) -> bool:
-        return self.space == spaces.elem
+        return self.space == spaces.elem and not self.call
 
 
 @dataclass(frozen=True)

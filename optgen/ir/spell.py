@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from optgen.ir.node import Node
 
 _WORDS = {"add": "plus", "sub": "minus", "mul": "times", "div": "over", "pow": "pow", "max": "max", "min": "min"}
@@ -15,25 +17,33 @@ def number(x: float) -> str:
     return repr(int(x) if x == int(x) else x).replace("-", "m").replace(".", "p").replace("+", "")
 
 
-def spell(node: Node) -> str:
-    """A Python identifier that reads as the expression."""
+def spell(node: Node, names: Mapping[int, str] | None = None) -> str:
+    """A Python identifier that reads as the expression; nodes in `names` (by uid) go by those."""
+    if names and node.uid in names:
+        return names[node.uid]
+    if node.op == "load":
+        return str(node.attr)
     if node.op == "const":
         return number(float(node.attr))
     if node.op == "sym":
         return "t" if node.attr == "step" else str(node.attr)
     if node.op == "neg":
-        return f"minus_{spell(node.args[0])}"
+        return f"minus_{spell(node.args[0], names)}"
     if node.op in _WORDS:
-        a, b = (spell(x) for x in node.args)
+        a, b = (spell(x, names) for x in node.args)
         if node.op == "div" and a == "one":
             return f"one_over_{b}"
         return f"{a}_{_WORDS[node.op]}_{b}"
-    return "_".join([node.op, *(spell(a) for a in node.args)])
+    if node.op == "extent":
+        return str(node.attr)
+    if node.op == "where" and names is not None:
+        return spell(node.args[1], names)
+    return "_".join([node.op, *(spell(a, names) for a in node.args)])
 
 
-def name_for(node: Node, fallback: str) -> str:
+def name_for(node: Node, fallback: str, names: Mapping[int, str] | None = None) -> str:
     """`spell`, or the fallback where that would be longer than a line of maths should carry."""
-    name = spell(node)
+    name = spell(node, names)
     if not name[0].isalpha():
         name = f"by_{name}"  # 0.1 * lr
     return name if len(name) <= LIMIT else fallback

@@ -34,6 +34,8 @@ def _operands(node: Node) -> Iterator[str]:
         yield f"{node.op} of {kinds[0]}: floats are compared by their bits"
     if node.op == "rotl" and any(k is not dtypes.i32 for k in kinds):
         yield f"rotl of {kinds}"
+    if node.op == "call" and (kinds[0] is not dtypes.f32 or any(a.space != spaces.host for a in node.args[1:])):
+        yield f"call of {kinds}: one f32 per element, then host scalars"
     if node.op in ("pow", "exp", "log") and node.space != spaces.host:
         yield f"{node.op} outside host space"
 

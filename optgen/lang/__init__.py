@@ -1,5 +1,6 @@
 """The language of specs and storage formats."""
 
+from optgen.lang.compose import clipped, lookahead
 from optgen.lang.declare import (
     FlagDecl,
     HostStateDecl,
@@ -8,6 +9,7 @@ from optgen.lang.declare import (
     col,
     flag,
     hyper,
+    model_state,
     nonneg,
     row,
     scalar,
@@ -15,6 +17,7 @@ from optgen.lang.declare import (
     state,
     tensor_state,
 )
+from optgen.lang.matrices import newton_schulz
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
     amax,
@@ -26,6 +29,9 @@ from optgen.lang.reductions import (
     elements,
     mat_mean,
     mean,
+    model_dot,
+    model_norm,
+    model_total,
     norm,
     rms,
     row_max,
@@ -65,6 +71,7 @@ __all__ = [
     "amax",
     "cbrt",
     "clip",
+    "clipped",
     "col",
     "col_max",
     "col_mean",
@@ -78,10 +85,16 @@ __all__ = [
     "floor",
     "hyper",
     "log",
+    "lookahead",
     "mat_mean",
     "maximum",
     "mean",
     "minimum",
+    "model_dot",
+    "model_norm",
+    "model_state",
+    "model_total",
+    "newton_schulz",
     "nonneg",
     "norm",
     "optimizer",

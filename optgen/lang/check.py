@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
 from optgen.ir.node import postorder
-from optgen.lang.declare import conditions
+from optgen.lang.declare import flags_in
 from optgen.lang.probe import probe
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ def check(spec: Spec) -> None:
     for s in spec.kept:
         if s.name not in read:
             raise UserError("E116", loc=s.loc, kind="state", name=s.name, remedy="drop it, or use it in the rule")
-    switches = {f.nonzero for f in spec.flags}
+    switches = {name for f in spec.flags for name in (f.nonzero, f.every)} | {s.init for s in spec.states}
     for h in spec.hypers:
         for part in h.parts:
             if part not in read and h.name not in switches:
                 remedy = "drop it, or use it in the rule"
                 raise UserError("E116", loc=h.loc, kind="hyper-parameter", name=part, remedy=remedy)
-    asked = {name for s in spec.kept for name, _ in conditions(s.when)}
+    asked = {name for s in spec.kept for name in flags_in(s.when)}
     for f in spec.flags:
         if f.name not in asked and not _switches(f.name, traces):
             raise UserError("E116", loc=f.loc, kind="flag", name=f.name, remedy="drop it, or branch on it with `if`")

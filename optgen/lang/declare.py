@@ -7,6 +7,8 @@ betas=hyper((0.9, 0.999), ge=0, lt=1)    a constructor argument with its range
 amsgrad=flag(False)                      a constructor argument that picks the code at build time
 has_momentum=flag(nonzero="momentum")    such a switch, set by a hyper-parameter being nonzero
 factored=shape_flag(lambda shape: ...)   such a switch, set by the parameter's shape
+sync=flag(every="k")                     such a switch, on at steps k, 2 k, 3 k ...
+distance=model_state()                   one number for all parameters, on the device
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
@@ -98,11 +100,12 @@ class FlagDecl:
     shape: Callable[[Shape], bool] | None = None
     needs: str | None = None
     excludes: str | None = None
+    every: str | None = None
 
     @property
     def derived(self) -> bool:
         """Whether no constructor argument sets it."""
-        return self.nonzero is not None or self.shape is not None
+        return self.nonzero is not None or self.shape is not None or self.every is not None
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class StateDecl:
     space: Space
     nonneg: bool = False
     when: str | None = None
-    init: float | Literal["param"] = 0.0
+    init: float | str = 0.0
     normalized_by: str | None = None
     loc: Loc | None = None
 
@@ -149,8 +152,9 @@ def _state(
             raise _refuse(f"a state's only trait is `nonneg`, got {t!r}", "state(nonneg, when=..., init=...)")
     if when is not None and not isinstance(when, str):
         raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
-    start: float | Literal["param"] = "param" if init == "param" else _number("init=", init)
-    if nonneg in traits and start != "param" and start < 0:
+    named = isinstance(init, str) and init != "param" and space in (spaces.tensor, spaces.model)
+    start: float | str = str(init) if init == "param" or named else _number("init=", init)
+    if nonneg in traits and not isinstance(start, str) and start < 0:
         raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
     if start == "param" and (space is not spaces.elem or nonneg in traits):
         raise _refuse('init="param" is for signed element-wise states', "")
@@ -177,9 +181,17 @@ def col(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
     return _state(spaces.col, traits, when, init)
 
 
-def tensor_state(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
+def tensor_state(*traits: Trait, when: str | None = None, init: float | str = 0.0) -> Any:
     """One value per parameter tensor, on its device."""
     return _state(spaces.tensor, traits, when, init)
+
+
+def model_state(*traits: Trait, when: str | None = None, init: float | str = 0.0) -> Any:
+    """One value for all parameters of the optimizer, on their device.
+
+    init  its value before the first step: a number, or the name of a hyper-parameter
+    """
+    return _state(spaces.model, traits, when, init)
 
 
 def scalar(init: float = 0.0, *, when: str | None = None) -> Any:
@@ -209,19 +221,25 @@ def hyper(
 
 
 def flag(
-    default: bool = False, *, nonzero: str | None = None, needs: str | None = None, excludes: str | None = None
+    default: bool = False,
+    *,
+    nonzero: str | None = None,
+    every: str | None = None,
+    needs: str | None = None,
+    excludes: str | None = None,
 ) -> Any:
     """A static switch, a real bool while the spec is traced.
 
-    flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0.
+    flag(False) is a constructor argument; flag(nonzero="momentum") holds where that hyper-parameter is not 0;
+    flag(every="k") holds at the steps that are multiples of that hyper-parameter, a whole number.
 
     needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
     """
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
-    if nonzero is not None and (needs or excludes):
-        raise _refuse("a flag that follows a hyper-parameter has no needs= or excludes=", "")
-    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes)
+    if (nonzero is not None or every is not None) and (needs or excludes or default or (nonzero and every)):
+        raise _refuse("a flag that follows a hyper-parameter has one of nonzero= and every=, and nothing else", "")
+    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every)
 
 
 def shape_flag(holds: Callable[[Shape], bool]) -> Any:
@@ -238,10 +256,18 @@ def shape_flag(holds: Callable[[Shape], bool]) -> Any:
     return FlagDecl("", usual, None, None, holds)
 
 
-def conditions(when: str | None) -> tuple[tuple[str, bool], ...]:
-    """The flags that `when` asks for: "a and not b" -> (("a", True), ("b", False))."""
+def conditions(when: str | None) -> tuple[tuple[tuple[str, bool], ...], ...]:
+    """What `when` asks for: alternatives, each the flags that must hold.
+
+    "a and not b or c" -> ((("a", True), ("b", False)), (("c", True),))
+    """
     out = []
-    for word in when.split(" and ") if when else ():
-        positive = not word.strip().startswith("not ")
-        out.append((word.strip().removeprefix("not ").strip(), positive))
+    for part in when.split(" or ") if when else ():
+        words = [word.strip() for word in part.split(" and ")]
+        out.append(tuple((w.removeprefix("not ").strip(), not w.startswith("not ")) for w in words))
     return tuple(out)
+
+
+def flags_in(when: str | None) -> tuple[str, ...]:
+    """The names of the flags in `when`."""
+    return tuple(name for part in conditions(when) for name, _ in part)

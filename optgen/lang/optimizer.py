@@ -10,10 +10,11 @@ from typing import Any
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.base.names import camel, is_snake
-from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
+from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
-from optgen.lang.spec import Matrix, Spec
+from optgen.lang.spec import Evaluation, Matrix, Spec
 from optgen.lang.values import author_loc
+from optgen.ops import spaces
 
 LEAVES = ("p", "g", "t")
 # Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
@@ -30,13 +31,20 @@ CALLED = frozenset(
 
 
 def optimizer(
-    *, cite: str = "", like: str | None = None, name: str | None = None, matrix: Matrix = "last"
+    *,
+    cite: str = "",
+    like: str | None = None,
+    name: str | None = None,
+    evaluate: Callable[..., Any] | None = None,
+    matrix: Matrix = "last",
 ) -> Callable[[Callable[..., Any]], Spec]:
     """Makes a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
     cite  the paper
     like  the optimizer whose names, defaults and checkpoints it shares, e.g. "torch.optim.AdamW"
     name  the generated class; by default the function's name in CamelCase
+    evaluate  the weights that the model is evaluated with, where they are not p: a function (p, states..., *,
+          hyper-parameters...) of plain arithmetic, with the names that the spec has for them
     matrix  whose rows and columns are reduced: "last", of the last two dimensions, once for each index of the leading
             ones; "first", of the first dimension (output neurons, channels) against all others
     """
@@ -45,12 +53,19 @@ def optimizer(
         raise UserError("E113", loc=author_loc(), what=f'matrix= is "first" or "last", got {matrix!r}', hint=hint)
 
     def make(function: Callable[..., Any]) -> Spec:
-        return _spec(function, cite, like, name, matrix)
+        return _spec(function, cite, like, name, evaluate, matrix)
 
     return make
 
 
-def _spec(function: Callable[..., Any], cite: str, like: str | None, name: str | None, matrix: Matrix) -> Spec:
+def _spec(
+    function: Callable[..., Any],
+    cite: str,
+    like: str | None,
+    name: str | None,
+    evaluate: Callable[..., Any] | None,
+    matrix: Matrix,
+) -> Spec:
     source = Source(function)
     if not is_snake(source.name):
         raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case")
@@ -79,12 +94,35 @@ def _spec(function: Callable[..., Any], cite: str, like: str | None, name: str |
         order=("p", *(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))),
         function=function,
         source=source,
+        evaluation=_evaluation(evaluate, declared) if evaluate is not None else None,
     )
     _check_names(spec)
     _check_references(spec)
     _check_defaults(spec)
     _check_return(spec)
     return spec
+
+
+def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
+    """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have."""
+    source = Source(function)
+    states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
+    hypers = {d.name for d in declared if isinstance(d, HyperDecl)}
+    first, *rest = inspect.signature(function).parameters.values()
+    given = [x.name for x in rest if x.kind is not x.KEYWORD_ONLY]
+    options = [x.name for x in rest if x.kind is x.KEYWORD_ONLY]
+    why = ""
+    if first.name != "p":
+        why = f"its first parameter is p, got {first.name}"
+    elif not set(given) <= states:
+        why = f"before the `*` it takes element-wise states, got {', '.join(sorted(set(given) - states))}"
+    elif not set(options) <= hypers:
+        why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - hypers))}"
+    elif source.free_names():
+        why = f"it reads {', '.join(source.free_names())}, which generated code does not have"
+    if why:
+        raise UserError("E127", loc=source.head, name=source.name, why=why)
+    return Evaluation(tuple(given), tuple(options), source.text(), function)
 
 
 def _doc(function: Callable[..., Any]) -> str:
@@ -156,7 +194,7 @@ def _check_references(spec: Spec) -> None:
     """Names in quotes: when=, nonzero=, normalized_by=."""
     flags = {f.name for f in spec.flags}
     for d in spec.kept:
-        for word, _ in conditions(d.when):
+        for word in flags_in(d.when):
             if word not in flags:
                 raise UserError(
                     "E110", loc=d.loc, what=f"state `{d.name}`", option="when", value=d.when, kind="flag",
@@ -164,7 +202,7 @@ def _check_references(spec: Spec) -> None:
                 )  # fmt: skip
     scalars = {h.name for h in spec.hypers if not isinstance(h.default, tuple)}
     for f in spec.flags:
-        for option in ("nonzero", "needs", "excludes"):
+        for option in ("nonzero", "every", "needs", "excludes"):
             name = getattr(f, option)
             if name is not None and name not in scalars:
                 raise UserError(
@@ -172,6 +210,18 @@ def _check_references(spec: Spec) -> None:
                     note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
                     hint=did_you_mean(name, scalars),
                 )  # fmt: skip
+    changing = {f.name for f in spec.flags if f.every is not None}
+    for d in spec.kept:
+        for word in flags_in(d.when):
+            if word in changing:
+                raise UserError("E126", loc=d.loc, name=d.name, flag=word)
+    for s in spec.states:
+        if isinstance(s.init, str) and s.init != "param" and s.init not in scalars:
+            raise UserError(
+                "E110", loc=s.loc, what=f"state `{s.name}`", option="init", value=s.init, kind="hyper-parameter",
+                note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
+                hint=did_you_mean(s.init, scalars),
+            )  # fmt: skip
     roots = {s.name: s for s in spec.states if s.nonneg}
     for s in spec.states:
         if s.normalized_by is None:

@@ -38,6 +38,17 @@ def schedule_of(lr: Num, peak_lr: Num) -> Num:
     return lr / maximum(peak_lr, 1e-30)
 
 
+def adamw_step(
+    p: Num, g: Num, t: Num, m: Num, v: Num, lr: Num, betas: tuple[Num, Num], eps: Num, weight_decay: Num
+) -> tuple[Num, Num, Num]:
+    """(p, m, v) after a step of AdamW, for the parameters that a rule for matrices leaves to it."""
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    denom = sqrt(v) / sqrt(1 - beta2**t) + eps
+    return decoupled(p, lr, weight_decay) - lr / (1 - beta1**t) * m / denom, m, v
+
+
 def heavy_ball(buffer: Num, g: Num, t: Num, momentum: Num, dampening: Num) -> Num:
     """The momentum buffer of torch.optim.SGD: the gradient itself at the first step, damped ones after it."""
     decay = where(t > 1, momentum, 0.0)

@@ -60,6 +60,7 @@ _EVAL: dict[str, Callable[..., float]] = {
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
     "and": lambda a, b: bool(a) and bool(b), "or": lambda a, b: bool(a) or bool(b), "not": lambda a: not a,
     "xor": lambda a, b: bool(a) != bool(b), "where": lambda c, a, b: a if c else b, "cast": lambda a: a,
+    "call": lambda a, *rest: a,  # whole matrices are not what this looks at
 }  # fmt: skip
 
 Values = dict[int, list[float]]  # node uid -> value at each element
@@ -152,7 +153,10 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
         scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
         kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
         for s in spec.present(flags):
-            kept[s.name] = list(kept["p"]) if s.init == "param" else [float(s.init)] * run.size
+            if s.init == "param":
+                kept[s.name] = list(kept["p"])
+            else:
+                kept[s.name] = [float(scalars[s.init] if isinstance(s.init, str) else s.init)] * run.size
         for step in range(1, STEPS + 1):
             values = run.values(roots, scalars | {"step": float(step)}, kept)
             _judge(spec, trace, run, values, step)

@@ -17,6 +17,7 @@ from optgen.ops.spaces import Space
 
 # What a reduction may be given, and how many entries of it fall on one result: products of extents.
 _BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "tensor": ("elem", "row", "col", "mat")}
+_BELOW["model"] = (*_BELOW["tensor"], "tensor")
 
 
 def _reduce(op: str, x: Num, function: str) -> Any:
@@ -140,3 +141,18 @@ def norm(x: Num) -> Num:
 def dot(a: Num, b: Num) -> Num:
     """The inner product over the whole tensor."""
     return _reduce("tensor_sum", a * b, "dot")
+
+
+def model_total(x: Num) -> Num:
+    """The sum over all parameters that have a gradient, of every group of the optimizer."""
+    return _reduce("model_sum", x, "model_total")
+
+
+def model_norm(x: Num) -> Num:
+    """The Euclidean norm over all parameters that have a gradient."""
+    return sqrt(_reduce("model_sum", x * x, "model_norm"))
+
+
+def model_dot(a: Num, b: Num) -> Num:
+    """The inner product over all parameters that have a gradient."""
+    return _reduce("model_sum", a * b, "model_dot")

@@ -148,6 +148,24 @@ class Source:
         free = {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} - own
         return ast.unparse(found) if free <= set(dir(builtins)) else None
 
+    def free_names(self) -> list[str]:
+        """Names that the function reads but neither binds nor finds among the builtins."""
+        stored = {n.id for n in ast.walk(self.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        signatures = [n for n in ast.walk(self.node) if isinstance(n, ast.arguments)]
+        arguments = {x.arg for n in signatures for x in (*n.args, *n.kwonlyargs)}
+        inside = [n for statement in self.node.body for n in ast.walk(statement)]
+        read = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        return sorted(read - stored - arguments - set(dir(builtins)))
+
+    def text(self) -> str:
+        """The function's source without decorators and annotations."""
+        plain = ast.parse(ast.unparse(self.node)).body[0]
+        assert isinstance(plain, ast.FunctionDef)
+        plain.decorator_list, plain.returns = [], None
+        for x in (*plain.args.args, *plain.args.kwonlyargs):
+            x.annotation = None
+        return ast.unparse(plain)
+
     @cached_property
     def statements(self) -> tuple[Statement, ...]:
         kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)

@@ -38,6 +38,19 @@ class Trace:
     places: dict[int, Loc]  # node uid -> the author's operation that made it
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The weights that a model is evaluated with, as a function of p, element-wise states and hyper-parameters.
+
+    text   its source, for generated code
+    """
+
+    states: tuple[str, ...]
+    hypers: tuple[str, ...]
+    text: str
+    function: Callable[..., Any] = field(repr=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Spec:
     """An optimizer as its author states it."""
@@ -57,6 +70,7 @@ class Spec:
     order: tuple[str, ...]  # what `return` lists: p, then states and host states as in the signature
     function: Callable[..., Any] = field(repr=False)
     source: Source = field(repr=False)
+    evaluation: Evaluation | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The author's function itself."""
@@ -81,7 +95,9 @@ class Spec:
         zero = {f.nonzero for f in self.flags if f.nonzero is not None and not setting[f.name]}
         return not any(setting[f.name] and f.needs in zero for f in self.flags)
 
-    def flag_values(self, values: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> dict[str, bool]:
+    def flag_values(
+        self, values: Mapping[str, Any], shape: tuple[int, ...] | None = None, step: Any = None
+    ) -> dict[str, bool]:
         """Every flag from given flags and hyper-parameters (by constructor name); the rest by default."""
         out = {}
         for f in self.flags:
@@ -89,6 +105,8 @@ class Spec:
                 out[f.name] = bool(values[f.name])
             elif f.nonzero is not None:
                 out[f.name] = bool(values.get(f.nonzero, self.hyper(f.nonzero).default) != 0)
+            elif f.every is not None:
+                out[f.name] = step is not None and step % values.get(f.every, self.hyper(f.every).default) == 0
             elif f.shape is not None and shape is not None:
                 out[f.name] = bool(f.shape(shape))
             else:
@@ -105,7 +123,8 @@ class Spec:
 
     @staticmethod
     def holds(when: str | None, flags: Mapping[str, bool]) -> bool:
-        return all(flags[name] == wanted for name, wanted in conditions(when))
+        wanted = conditions(when)
+        return not wanted or any(all(flags[name] == on for name, on in part) for part in wanted)
 
     def hyper(self, name: str) -> HyperDecl:
         return next(h for h in self.hypers if h.name == name)
@@ -157,7 +176,7 @@ class Spec:
         self._known(states or {}, {s.name for s in self.states}, "state")
         self._known(host_states or {}, {s.name for s in self.host_states}, "host state")
         shape = tuple(p.shape) if hasattr(p, "shape") else None
-        flags = self.flag_values(hypers_and_flags, shape)
+        flags = self.flag_values(hypers_and_flags, shape, t)
         if self.matrix == "first" and shape is not None and len(shape) > 2:
             flat = (shape[0], math.prod(shape[1:]))
             elements = {s.name for s in self.states if s.space == spaces.elem}
@@ -171,7 +190,7 @@ class Spec:
         for s in self.states:
             given = (states or {}).get(s.name)
             on = self.holds(s.when, flags)
-            values[s.name] = (start(s, p) if given is None else given) if on else Absent(s.name, s.when or "")
+            values[s.name] = (start(s, p, values) if given is None else given) if on else Absent(s.name, s.when or "")
         for hs in self.host_states:
             on = self.holds(hs.when, flags)
             values[hs.name] = (host_states or {}).get(hs.name, hs.init) if on else Absent(hs.name, hs.when or "")
@@ -203,20 +222,22 @@ class Spec:
                 raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
 
 
-def start(state: StateDecl, p: Any) -> Any:
+def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> Any:
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
+    value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
     if not hasattr(p, "new_full"):
-        return state.init
+        return value
     shapes = {
         "elem": tuple(p.shape),
         "row": (*p.shape[:-1], 1),
         "col": (*p.shape[:-2], 1, *p.shape[-1:]),
         "mat": (*p.shape[:-2], 1, 1),
         "tensor": (),
+        "model": (),
     }
-    return p.new_full(shapes[state.space.name], state.init)
+    return p.new_full(shapes[state.space.name], value)
 
 
 @lru_cache(maxsize=4096)

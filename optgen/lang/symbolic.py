@@ -16,6 +16,7 @@ from sympy.printing.latex import LatexPrinter
 from optgen.ir.node import Node, postorder
 from optgen.lang.plain import names, plain_formulas
 from optgen.lang.spec import Spec
+from optgen.ops import spaces
 
 __all__ = ["Formula", "Recurrence", "formulas", "latex", "plain_formulas", "recurrence"]
 
@@ -171,6 +172,8 @@ def recurrence(spec: Spec, flags: Mapping[str, bool] | None, state: str) -> Recu
 
 @lru_cache(maxsize=4096)
 def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> Recurrence:
+    if next(d.space for d in spec.states if d.name == state) == spaces.model:
+        return Recurrence("other")  # kept in fp32, whatever it does: not worth seconds of simplification
     trace = spec.trace(dict(flags))
     s = sympy.Symbol(state, real=True)
     # Everything per-element varies from step to step; only host scalars may be part of a decay.

@@ -363,7 +363,7 @@ class TorchReader:
         direct |= {"log": torch.log, "abs": torch.abs, "exp2": torch.exp2, "log2": torch.log2, "not": torch.logical_not}
         if name in direct:
             return direct[name]
-        if name.split("_")[0] in ("row", "col", "mat", "tensor"):
+        if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
             return self.__reduction(name)
         return getattr(self, "_" + name)
 

@@ -65,6 +65,10 @@ _ROWS = (
     Prim("row_max", 1),
     Prim("col_max", 1),
     Prim("tensor_max", 1),
+    Prim("model_sum", 1, doc="over all parameters that have a gradient"),
+    # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.matrices; the operands
+    # after the first are host scalars
+    Prim("call", -1, doc="one value per element of a function of the whole matrix"),
     # host space only, fp64
     Prim("pow", 2, doc="x ** y"),
     Prim("exp", 1),
@@ -88,5 +92,6 @@ REDUCTIONS = {
     "row_max": ("row", "max"),
     "col_max": ("col", "max"),
     "tensor_max": ("tensor", "max"),
+    "model_sum": ("model", "add"),
 }
 COMMUTATIVE = {"add", "mul", "min", "max", "and", "or", "xor", "eq", "ne"}

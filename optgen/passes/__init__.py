@@ -10,11 +10,12 @@ from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.verify import verify
 from optgen.passes import scalars
 from optgen.passes.convert import convert
-from optgen.passes.cut import cut
+from optgen.passes.cut import Cut, cut
 from optgen.passes.decompose import decompose
 from optgen.passes.fold import fold
 from optgen.passes.fuse import fuse
 from optgen.passes.hoist import hoist
+from optgen.passes.linear import linear
 from optgen.passes.name import name
 from optgen.passes.place import place
 from optgen.passes.share import share
@@ -67,28 +68,41 @@ def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | 
     return _schedules(_programs(program, log), log)
 
 
-def step(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Step:
-    """A whole optimizer step -> its kernels."""
+def step(
+    program: Program,
+    maths: Literal["strict", "fast"] = "fast",
+    log: Log | None = None,
+    *,
+    pieces: Cut | None = None,
+) -> Step:
+    """A whole optimizer step -> its kernels; `pieces`: what `cut` made of the same program before."""
     whole = replace(program, maths=maths)
     verify(whole, after="lower")
-    found = cut(whole)
+    if maths == "fast":
+        new = linear(whole)
+        verify(new, after="linear")
+        if log and new is not whole:
+            log("linear", whole, new)
+        pieces = pieces if new is whole else None
+        whole = new
+    found = pieces or cut(whole)
     done = []
     for piece in found.pieces:
         verify(piece.program, after="cut")
         if log and len(found.pieces) > 1:
             log("cut", whole, piece.program)
-        done.append(_programs(piece.program, log))
+        done.append(_programs(replace(piece.program, maths=maths), log))
     programs, host = scalars.merged(done)
     stages = []
     for piece, own in zip(found.pieces, programs, strict=True):
         taken = tuple(next(i for i, let in enumerate(host) if let.name == x.name) for x in own.host)
         stages.append(Stage(_schedules(own, log), piece.level, piece.why, taken))
-    whole = replace(whole, rules=tuple(sorted({r for x in programs for r in x.rules})))
+    whole = replace(whole, rules=tuple(sorted({*whole.rules, *(r for x in programs for r in x.rules)})))
     locals_ = programs[0].host_locals if len(programs) == 1 else scalars.locals_of(programs)
     return Step(whole, tuple(stages), host, locals_, found.early)
 
 
 __all__ = [
-    "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "cut", "decompose", "fold", "fuse", "hoist", "name", "place", "run",
-    "share", "step", "sweeps",
+    "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "cut", "decompose", "fold", "fuse", "hoist", "linear", "name",
+    "place", "run", "share", "step", "sweeps",
 ]  # fmt: skip

@@ -5,6 +5,9 @@ worked on between two sweeps, and what they leave for others (a *temp*) is fp32.
 three: the sweep leaves partial sums, their finish is the runtime's, and where a tensor is spread over several
 machines their sums are added up between the two.
 
+A function of whole matrices (*call*) stands between two sweeps like a reduction, but what it gives is one value per
+element again, in bf16.  Sums over the model end a level: they need that level of every parameter.
+
 What an element's value needs again in a later sweep is computed again from what is kept, or read back: a state may be
 stored by an earlier sweep than its last use, and later sweeps then take its stored value for the new one.  Which of
 the two is decided by counting bytes: of all choices the one with the least traffic, and among equals the one that
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, loads, postorder
 from optgen.ir.program import Buffer, Let, Program, Store
+from optgen.ir.spell import name_for
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
 from optgen.ops.spaces import Space
@@ -59,9 +63,24 @@ def reduces_elements(node: Node) -> bool:
     return node.op in REDUCTIONS and not is_small(node.args[0])
 
 
+def reduces_model(node: Node) -> bool:
+    """Whether the node needs all parameters before it."""
+    return node.op == "model_sum"
+
+
 def needs_cutting(program: Program) -> bool:
-    """Whether anything lives in a space between host and elements."""
-    return any(is_small(n) for n in postorder(program.roots()))
+    """Whether anything lives in a space between host and elements, or is computed outside of kernels."""
+    return any(is_small(n) or n.op == "call" for n in postorder(program.roots()))
+
+
+def as_bf16(x: Node) -> Node:
+    """x rounded to the nearest bf16, half to even, by its bits; NaN stays."""
+    word = ir.op("bitcast", x, attr=dtypes.i32)
+    odd = ir.op("and", ir.op("lshr", word, ir.const(16, dtypes.i32)), ir.const(1, dtypes.i32))
+    up = ir.op("add", ir.op("add", word, ir.const(0x7FFF, dtypes.i32)), odd)
+    word = ir.op("where", ir.op("eq", x, x), up, ir.const(0x7FC00000, dtypes.i32))
+    short = ir.op("cast", ir.op("shr", word, ir.const(16, dtypes.i32)), attr=dtypes.i16)
+    return ir.op("bitcast", short, attr=dtypes.bf16)
 
 
 def by_rows(program: Program) -> Program:
@@ -71,6 +90,8 @@ def by_rows(program: Program) -> Program:
     matrices = any(n.space.name in ("row", "col", "mat") for n in nodes)
 
     def rule(node: Node) -> Node:
+        if reduces_model(node) and node.args[0].space.name != "tensor":
+            return ir.op("model_sum", rule(ir.op("tensor_sum", node.args[0])))
         if (
             node.op == "mat_sum"
             and not is_small(node.args[0])
@@ -92,7 +113,9 @@ class Levels:
         self.of: dict[int, int] = {}
         for node in postorder(roots):
             below = max((self.of[a.uid] for a in node.args), default=START)
-            if reduces_elements(node):
+            if reduces_model(node):
+                self.of[node.uid] = below + 2
+            elif reduces_elements(node) or node.op == "call":
                 self.of[node.uid] = below + 1
             elif node.space in (spaces.host,) or not node.args:
                 self.of[node.uid] = START if is_small(node) or node.space == spaces.host else 0
@@ -114,6 +137,7 @@ class _Sweep:
     loads: set[str]
     values: list[Node]  # small values that it needs
     nodes: list[Node]
+    calls: set[int]
     feasible: bool = True
 
 
@@ -127,12 +151,27 @@ class Cutter:
         self.buffers = {b.name: b for b in program.buffers}
         live = list(postorder(s.node for s in program.stores))
         self.reductions = [n for n in live if reduces_elements(n)]
+        self.calls = [n for n in live if n.op == "call"]
         self.stores: dict[str, list[Store]] = {}
         for s in program.stores:
             if not self._is_small_store(s):
                 self.stores.setdefault(self.buffers[s.buffer].owner, []).append(s)
         self.kept = {k.owner: k for k in program.kept}
         self.names = self._names(live)
+        self.first_users = self._first_users()
+
+    def _first_users(self) -> dict[int, Let]:
+        """Reductions and calls (by uid) -> the first line of the author that needs them."""
+        crossing = {n.uid for n in (*self.reductions, *self.calls)}
+        below: dict[int, frozenset[int]] = {}
+        out: dict[int, Let] = {}
+        for n in postorder(let.node for let in self.program.body):
+            found = frozenset().union(*(below[a.uid] for a in n.args))
+            below[n.uid] = found | {n.uid} if n.uid in crossing else found
+        for let in self.program.body:
+            for uid in below[let.node.uid]:
+                out.setdefault(uid, let)
+        return out
 
     def _is_small_store(self, s: Store) -> bool:
         return self.buffers[s.buffer].space.name in spaces.SMALL
@@ -141,7 +180,7 @@ class Cutter:
         """Names of small values: the author's where a line of theirs is the value."""
         named: dict[int, str] = {}
         for let in self.program.body:
-            if is_small(let.node):
+            if is_small(let.node) or let.node.op == "call":
                 named.setdefault(let.node.uid, let.name)
         taken = {b.name for b in self.program.buffers} | set(self.program.hypers)
         out: dict[int, str] = {}
@@ -150,9 +189,9 @@ class Cutter:
             for a in n.args:
                 users.setdefault(a.uid, n)
         for n in live:
-            if not is_small(n) or not n.args:
+            if not (is_small(n) or n.op == "call") or not n.args:
                 continue
-            base = named.get(n.uid) or self._described(n, named, users)
+            base = named.get(n.uid) or self._described(n, named, users, out)
             name, k = base, 1
             while name in taken:
                 k += 1
@@ -161,16 +200,35 @@ class Cutter:
             out[n.uid] = name
         return out
 
-    @staticmethod
-    def _described(node: Node, named: Mapping[int, str], users: Mapping[int, Node]) -> str:
-        """row_sum_of_<the nearest name above it>, or by what it does."""
+    def _described(
+        self, node: Node, named: Mapping[int, str], users: Mapping[int, Node], out: Mapping[int, str]
+    ) -> str:
+        """row_sum_for_<the nearest name above it>, or as it reads."""
         user: Node | None = node
         while user is not None and user.uid not in named:
             user = users.get(user.uid)
             if user is not None and not is_small(user):
                 user = None
-        what = node.op if node.op in REDUCTIONS else f"{node.space.name}_{node.op}"
-        return f"{what}_for_{named[user.uid]}" if user is not None and user.uid in named else what
+        if node.op == "call":
+            return str(node.attr)
+        if node.op not in REDUCTIONS:
+            return name_for(node, f"{node.space.name}_{node.op}", {**named, **out})
+        if user is not None and user.uid in named:
+            return f"{node.op}_for_{named[user.uid]}"
+        return f"{node.op}_of_{below}" if (below := self._nearest(node)) else node.op
+
+    def _nearest(self, node: Node) -> str:
+        """The first name below a node that its author or a state gave."""
+        names = {let.node.uid: let.name for let in self.program.body if let.stage == "update"}
+        level = list(node.args)
+        while level:
+            for n in level:
+                if n.uid in names:
+                    return names[n.uid]
+                if n.op == "load":
+                    return str(n.attr)
+            level = [a for n in level for a in n.args]
+        return ""
 
     # -- which sweep stores what
 
@@ -192,9 +250,9 @@ class Cutter:
     def sweeps(self, at: Mapping[str, int]) -> list[_Sweep]:
         """The sweeps where owner o's stores stand at level at[o]."""
         out = []
-        last = max([*at.values(), *(self.level(r) - 1 for r in self.reductions)], default=0)
+        last = max([*at.values(), *(self.level(r) - 1 for r in (*self.reductions, *self.calls))], default=0)
         for level in range(0, last + 1, 2):
-            roots = [r.args[0] for r in self.reductions if self.level(r) == level + 1]
+            roots = [r.args[0] for r in (*self.reductions, *self.calls) if self.level(r) == level + 1]
             roots += [s.node for o, ss in self.stores.items() if at[o] == level for s in ss]
             if roots:
                 out.append(self._look(level, roots, at))
@@ -204,7 +262,7 @@ class Cutter:
         """What a sweep reads: early states from what was stored, small values from temps."""
         early = {self.kept[o].new.uid: o for o in at if at[o] < level and o in self.kept}
         gone = {b.name for b in self.program.buffers if at.get(b.owner, level) < level}
-        sweep = _Sweep(level, roots, set(), [], [])
+        sweep = _Sweep(level, roots, set(), [], [], set())
         seen: set[int] = set()
         stack = list(reversed(roots))
         while stack:
@@ -223,6 +281,9 @@ class Cutter:
                     sweep.loads.add(node.attr)
                 continue
             sweep.nodes.append(node)
+            if node.op == "call":
+                sweep.calls.add(node.uid)
+                continue
             if node.op == "load":
                 sweep.feasible &= node.attr not in gone
                 sweep.loads.add(node.attr)
@@ -233,14 +294,14 @@ class Cutter:
         """The sweeps with the least traffic, and the level at which each owner's stores stand."""
         groups = self.groups()
         first = {id(g): max(self.level(s.node) for o in g for s in self.stores[o]) for g in groups}
-        last = max([*first.values(), *(self.level(r) - 1 for r in self.reductions)], default=0)
+        last = max([*first.values(), *(self.level(r) - 1 for r in (*self.reductions, *self.calls))], default=0)
         best: tuple[tuple[float, int, int], list[_Sweep], dict[str, int]] | None = None
         for levels in itertools.product(*(range(first[id(g)], last + 1, 2) for g in groups)):
             at = {o: level for g, level in zip(groups, levels, strict=True) for o in g}
             sweeps = self.sweeps(at)
             if not all(s.feasible for s in sweeps):
                 continue
-            moved = sum(self.size[b] for s in sweeps for b in s.loads)
+            moved = sum(self.size[b] for s in sweeps for b in s.loads) + sum(2.0 * len(s.calls) for s in sweeps)
             moved += sum(self.size[s.buffer] for ss in self.stores.values() for s in ss)
             early = sum(at[o] < s.level and self._reads_new(s, o) for s in sweeps for o in at)
             key = round(moved, 6), early, -sum(levels) if early else sum(levels)
@@ -274,6 +335,8 @@ class Cutter:
                     memo[node.uid] = early[node.uid]
                 elif is_small(node) and node.args:
                     memo[node.uid] = small.read(node)
+                elif node.op == "call":
+                    memo[node.uid] = self.read_call(node)
                 else:
                     waiting = [a for a in node.args if a.uid not in memo]
                     if waiting:
@@ -288,6 +351,11 @@ class Cutter:
                 name = small.name(r)
                 reduced.append(Buffer(name, dtypes.f32, r.space, "partial", name, False, True, r.op))
                 stores.append(Store(name, mapped(r.args[0])))
+        for c in self.calls:
+            if self.level(c) == sweep.level + 1:
+                name = self.names[c.uid]
+                reduced.append(Buffer(name, dtypes.bf16, spaces.elem, "temp", name, False, True))
+                stores.append(Store(name, as_bf16(mapped(c.args[0]))))
         stores += [Store(s.buffer, mapped(s.node)) for o, ss in self.stores.items() if at[o] == sweep.level for s in ss]
         seen = {n.uid for n in postorder(s.node for s in stores)}
         lets = []
@@ -301,6 +369,26 @@ class Cutter:
                 lets.append(let)  # an early state, read back
         why = self._why(sweep, reduced, number, count)
         return Piece(self._program(stores, tuple(lets), reduced, spaces.elem), sweep.level, why)
+
+    def read_call(self, node: Node) -> Node:
+        """What a later sweep reads of a call."""
+        return ir.op("cast", ir.load(self.names[node.uid], dtypes.bf16, spaces.elem), attr=dtypes.f32)
+
+    def call_pieces(self) -> list[Piece]:
+        """A stage for every call: a program whose one store is the call, in place."""
+        out = []
+        for c in self.calls:
+            name = self.names[c.uid]
+            call = ir.op("call", self.read_call(c), *c.args[1:], attr=c.attr)
+            buffer = Buffer(name, dtypes.bf16, spaces.elem, "temp", name)
+            stored = Store(name, ir.op("cast", call, attr=dtypes.bf16))
+            lets = tuple(let for let in self.program.body if let.node.space == spaces.host)
+            program = replace(
+                self.program, buffers=(buffer,), body=lets, stores=(stored,), block=1, kept=(), host_stores=(),
+                space=spaces.elem,
+            )  # fmt: skip
+            out.append(Piece(program, self.level(c), f"{c.attr} of whole matrices"))
+        return out
 
     def _program(self, stores: list[Store], lets: tuple[Let, ...], temps: list[Buffer], space: Space) -> Program:
         """A program over these stores, with the buffers that it touches."""
@@ -326,11 +414,11 @@ class Cutter:
         if not reduced:
             return "the update" if number == count else "stores"
         users = []
-        for r in self.reductions:
+        for r in (*self.reductions, *self.calls):
             if self.level(r) == sweep.level + 1:
-                let = next((x for x in self.program.body if any(n is r for n in postorder([x.node]))), None)
-                users.append(f"{let.name} ({let.loc.short})" if let and let.loc else r.op)
-        return f"{', '.join(dict.fromkeys(users))}: of all elements, before what follows"
+                let = self.first_users.get(r.uid)
+                users.append(f"{let.name} ({let.loc.short})" if let and let.loc else str(r.attr or r.op))
+        return ", ".join(dict.fromkeys(users))
 
 
 class SmallWork:
@@ -347,12 +435,11 @@ class SmallWork:
         self.levels: dict[int, int] = {}  # node uid -> the level at which it is made
         self.state: dict[int, str] = {}  # node uid -> the state buffer that holds it from its round on
         first = min((s.level + 1 for s in sweeps), default=START)
-        wanted: list[tuple[Node, int]] = [(v, level(v)) for s in sweeps for v in s.values]
+        wanted: list[tuple[Node, int]] = [(v, self._due(v)) for s in sweeps for v in s.values]
         wanted += [(s.node, max(level(s.node), first)) for s in self.stores if s.node.args]
         self.roots: dict[int, list[Node]] = {}
         stack = wanted
         seen: set[tuple[int, int]] = set()
-        self.made: dict[tuple[int, int], Node] = {}
         while stack:
             node, at = stack.pop()
             if (node.uid, at) in seen:
@@ -361,8 +448,8 @@ class SmallWork:
             self.roots.setdefault(at, []).append(node)
             for n in self._inside(node, at):
                 for a in n.args:
-                    if is_small(a) and a.args and START < level(a) < at:
-                        stack.append((a, level(a)))
+                    if is_small(a) and a.args and (START < level(a) < at or reduces_model(a)):
+                        stack.append((a, self._due(a)))
         self.depth: dict[int, dict[int, int]] = {}
         self.rounds: dict[tuple[int, int, str], list[Node]] = {}
         self.home: dict[int, tuple[int, int, str]] = {}  # node uid -> the first round that makes it
@@ -371,6 +458,10 @@ class SmallWork:
             self._arrange(at)
         self.commits: dict[tuple[int, int, str], list[Store]] = {}
         self._commit(sweeps)
+
+    def _due(self, node: Node) -> int:
+        """The level that makes a value; a sum over the model is begun a level before it is there."""
+        return self.cutter.level(node) - (2 if reduces_model(node) else 0)
 
     def _inside(self, root: Node, at: int) -> list[Node]:
         """The small operations below root that are done at that level, operands first."""
@@ -385,7 +476,7 @@ class SmallWork:
                 continue
             if node.uid in seen or not is_small(node) or not node.args or reduces_elements(node):
                 continue
-            if node is not root and START < level(node) < at:
+            if node is not root and (START < level(node) < at or reduces_model(node)):
                 continue
             seen.add(node.uid)
             stack.append((node, True))
@@ -503,7 +594,7 @@ class SmallWork:
                 lets.append(replace(let, node=memo[let.node.uid]))
         made = cutter._program(stores, tuple(lets), temps, Space(space))
         what = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "tensors", "model": "the model"}[space]
-        return Piece(made, at, f"values of {what}, before the elements that read them")
+        return Piece(made, at, f"values of {what}")
 
 
 def cut(program: Program) -> Cut:
@@ -515,5 +606,6 @@ def cut(program: Program) -> Cut:
     small = cutter.small(sweeps)
     pieces = [cutter.piece(s, at, small, k + 1, len(sweeps)) for k, s in enumerate(sweeps)]
     pieces += small.pieces()
+    pieces += cutter.call_pieces()
     early = tuple(o for o in at if any(at[o] < s.level and cutter._reads_new(s, o) for s in sweeps))
     return Cut(tuple(sorted(pieces, key=lambda p: p.level)), early)

@@ -21,9 +21,9 @@ from types import ModuleType
 
 import torch
 
-from optgen.runtime import native
+from optgen.runtime import native, staged, workspace
 from optgen.runtime.bucket import Bucket
-from optgen.runtime.records import dtype_name
+from optgen.runtime.records import Variant, dtype_name
 
 SERIAL = 64 * 1024
 """Elements in all below which one thread does the work: starting a second takes as long as they do."""
@@ -71,16 +71,34 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     layout = library.optgen_layout
     layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), ()
     variant, said = bucket.variant, layout()
-    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
-    columns = [(getattr(torch, variant.param).itemsize, 0), (bucket.grad_dtype.itemsize, 0)]
-    columns += [(f.torch_dtype.itemsize, int(f.per > 1)) for f in variant.fields]
-    wanted = [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
+    wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
         return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.__name__} was imported")
-    function = library.optgen_step
+    function = library.optgen_step if variant.is_simple else library.optgen_stages
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    if not variant.is_simple:
+        function.argtypes = (*function.argtypes, ctypes.c_int32, ctypes.c_int32)
     return function
+
+
+KINDS = ("elem", "block", "row", "col", "mat", "tensor")
+"""What a column has one entry for, as kernels number them; 8 more for partial results."""
+
+
+def _kind(space: str) -> int:
+    """Every tensor has a value of the model of its own."""
+    return KINDS.index("tensor" if space == "model" else space)
+
+
+def expected(variant: Variant, grad: torch.dtype) -> list[int]:
+    """What a kernel says of itself where it was printed for the tables of this variant: `layout` in optgen.h."""
+    scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
+    columns += [(f.torch_dtype.itemsize, 1 if f.per > 1 else _kind(f.space)) for f in variant.fields]
+    columns += [(2 if t.space == "elem" else 4, _kind(t.space)) for t in variant.temps]
+    columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
+    return [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +107,13 @@ class Table:
 
     rows      int64, `width` a row: addresses of p, g and the fields, numel, columns, stream key
     elements  in all
+    room      what the rows point to beside the bucket's own tensors (steps of several stages)
     """
 
     rows: array[int]
     width: int
     elements: int
+    room: object = None
 
     @property
     def address(self) -> int:
@@ -137,8 +157,28 @@ def threads(elements: int) -> int:
 def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
     """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
     assert bucket.kernel is not None
+    if not bucket.variant.is_simple:
+        staged.run(runner(bucket, table, scalars, step_key))
+        return
     given = (ctypes.c_float * len(scalars))(*scalars)
     call(bucket.kernel, table, given, step_key)
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def runner(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> staged.Runner:
+    """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
+    stages: Callable[..., int] | None = bucket.kernel
+    assert stages is not None
+    assert isinstance(table.room, workspace.Workspace)
+    given = (ctypes.c_float * len(scalars))(*scalars)
+    count = threads(table.elements)
+
+    def kernels(begin: int, end: int) -> None:
+        code = stages(table.address, table.tensors, given, step_key, count, begin, end)
+        if code:
+            raise RuntimeError(f"a C++ kernel refused its table (code {code})")
+
+    yield from staged.drive(bucket, table.room, scalars, kernels)
     torch.autograd.graph.increment_version(bucket.params)
 
 

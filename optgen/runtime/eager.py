@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import sums
+from optgen.runtime.matrices import newton_schulz
+
+__all__ = [
+    "Blocks", "block_max", "block_min", "few_max", "few_sum", "newton_schulz", "put", "quotient", "rotl",
+    "rows_and_columns", "scalars", "sqrt",
+]  # fmt: skip
 
 
 def rows_and_columns(shape: torch.Size) -> tuple[int, int]:

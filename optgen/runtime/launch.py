@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, layout, native, options, plans, replay
+from optgen.runtime import cpu, cpu_stages, layout, native, options, plans, replay, staged, stages
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
 from optgen.runtime.workspace import Workspace, matrices
@@ -39,16 +39,18 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How kernels are launched; None: as the plan says.  No setting changes a bit of the result.
+    """How kernels are launched; None: as the plan says.  No setting but `rows` changes a bit of the result.
 
     tile   elements per tile, a power of two and of at least one storage block
     tiles  full tiles per work item
     warps  warps per program
+    rows   rows per tile of a panel: 1, 2, 4 or 8; in fast maths another order of sums
     """
 
     tile: int | None = None
     tiles: int | None = None
     warps: int = 1
+    rows: int = 1
 
     def sizes(self, kernels: ModuleType, function: str) -> tuple[int, int]:
         """(elements per tile, full tiles per work item) of a kernel."""
@@ -65,6 +67,13 @@ class Tuning:
         if device.type != "cuda" or torch.version.hip is not None:
             return {}
         return limits(kernels, function, torch.cuda.get_device_capability(device)[0])
+
+
+def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[str, int]:
+    """`limits` on that device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return {}
+    return limits(kernels, function, torch.cuda.get_device_capability(device)[0])
 
 
 def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
@@ -182,11 +191,13 @@ def signature(bucket: Bucket) -> Signature:
 
 @dataclass(slots=True)
 class Tables:
-    """What a bucket's kernels read: one table for C++, several launches for Triton."""
+    """What a bucket's kernels read: one table for C++, several launches for Triton; `staged`: of a step that takes
+    more than one kernel."""
 
     signature: Signature
     launches: list[Launch]
     table: cpu.Table | None = None
+    staged: stages.Plan | None = None
 
 
 def guard(device: torch.device) -> AbstractContextManager[Any]:
@@ -222,9 +233,16 @@ class Launcher:
             old = self._kept.get(key)
             if old is None or old.signature != now:
                 bucket.check()
-                if bucket.backend == "cpp":
+                if bucket.backend == "cpp" and bucket.variant.stages:
+                    same = old.table if old is not None and old.signature[0] == now[0] else None
+                    old = Tables(now, [], cpu_stages.table(bucket.variant, *now, same))
+                elif bucket.backend == "cpp":
                     columns, names = now[2], bucket.variant.names
                     old = Tables(now, [], cpu.table(rows(columns, now[0], now[1]), len(names)))
+                elif bucket.variant.stages:
+                    kernels = plans.part(bucket.plan, "triton_kernels")
+                    kept = old.staged if old else None
+                    old = Tables(now, [], staged=stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows))
                 else:
                     old = Tables(now, self._build(bucket, now, old))
             self._used[key] = old
@@ -260,8 +278,17 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
 
     kernels = plans.part(bucket.plan, "triton_kernels")
     variant = bucket.variant
-    kernel: Any = getattr(kernels, variant.kernel_name)
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    if tables.staged is not None:
+        told = functools.partial(_limits, kernels, bucket.device)
+        if not bucket.variant.is_simple:
+            staged.run(runner(bucket, tables, scalars, step_key))
+            return
+        with guard(bucket.device):
+            stages.run(tables.staged, kernels, grad, scalars, step_key, told)
+        torch.autograd.graph.increment_version(bucket.params)
+        return
+    kernel: Any = getattr(kernels, variant.kernel_name)
     per_item = _tuning.sizes(kernels, variant.kernel_name)[1]
     options = _tuning.options(kernels, variant.kernel_name, bucket.device)
     with guard(bucket.device):
@@ -279,6 +306,24 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
                 enable_fp_fusion=False,
                 **options,
             )
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int) -> staged.Runner:
+    """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
+    import triton.language as tl
+
+    plan = tables.staged
+    assert plan is not None
+    own = plans.part(bucket.plan, "triton_kernels")
+    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    told = functools.partial(_limits, own, bucket.device)
+
+    def kernels(begin: int, end: int) -> None:
+        with guard(bucket.device):
+            stages.run(plan, own, grad, scalars, step_key, told, begin, end)
+
+    yield from staged.drive(bucket, plan.room, scalars, kernels)
     torch.autograd.graph.increment_version(bucket.params)
 
 
@@ -324,7 +369,10 @@ def _choose_cpp(asked: bool, device: torch.device, plan: ModuleType) -> Backend:
 
 def able(backend: Backend, plan: ModuleType, variant: Variant) -> Backend:
     """The backend, or eager torch where it has no kernels for a step of several stages."""
-    if not variant.stages or backend == "reference":
+    if not variant.stages or backend in ("reference", "cpp"):
+        return backend
+    kernels = [s.kernel for s in variant.stages if s.space != "call"]
+    if backend == "triton" and hasattr(plans.part(plan, "triton_kernels"), kernels[0]):
         return backend
     return "reference"
 

@@ -13,7 +13,20 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from optgen.runtime import checkpoint, cpu, keys, launch, layout, memory, options, plans, replay, state
+from optgen.runtime import (
+    checkpoint,
+    cpu,
+    evaluation,
+    keys,
+    launch,
+    layout,
+    memory,
+    options,
+    plans,
+    replay,
+    shared,
+    state,
+)
 from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
 from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
@@ -81,6 +94,7 @@ class Optimizer(torch.optim.Optimizer):
     FLAGS: ClassVar[tuple[Flag, ...]] = ()
     PLANS: ClassVar[tuple[str, ...]]
     DEFAULT_PLAN: ClassVar[Mapping[str, str]]
+    evaluation: ClassVar[Callable[..., Tensor] | None] = None
 
     def __init__(
         self,
@@ -106,6 +120,7 @@ class Optimizer(torch.optim.Optimizer):
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._launcher = launch.Launcher()
         self._replay = replay.Keeper()
+        self._trained: dict[Tensor, Tensor] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -202,6 +217,8 @@ class Optimizer(torch.optim.Optimizer):
         closure   computes the loss and the gradients anew; it runs first, and its value is returned.
         Gradients are not changed.  Errors about parameters, gradients, states and options come before any change.
         """
+        if self._trained is not None:
+            raise RuntimeError(f"{type(self).__name__}.step() in evaluation: call train() first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -229,15 +246,27 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 tables = self._launcher.prepare(bucket)
             prepared.append((bucket, tables, *self._host_scalars(bucket)))
+        together = []
         for bucket, tables, scalars, host in prepared:
             key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
-            if tables is None:
+            if bucket.variant.model_temps:
+                together.append(shared.runner(bucket, tables, scalars, key))
+            elif tables is None:
                 run_reference(bucket, scalars, key)
             elif tables.table is not None:
                 cpu.run(bucket, tables.table, scalars, key)
             else:
                 launch.run(bucket, tables, scalars, key)
-            bucket.finish(host)
+            if not bucket.variant.model_temps:
+                bucket.finish(host)
+        if together:
+            shared.run(together)
+            for bucket, _, _, host in prepared:
+                if bucket.variant.model_temps:
+                    bucket.finish(host)
+            shared.spread(self.state, [bucket for bucket, *_ in prepared])
+        if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+            return
         self._replay.keep(
             type(self), self.param_groups, self.state,
             [(bucket, tables.table if tables else None) for bucket, tables, *_ in prepared],
@@ -302,9 +331,18 @@ class Optimizer(torch.optim.Optimizer):
         if len(dtypes) > 2 * position:  # parameters were swapped for others: forget those that left
             live = {id(p) for group in self.param_groups for p in group["params"]}
             self._dtypes = {key: value for key, value in dtypes.items() if key in live}
+        if any(flag.every is not None for flag in self.FLAGS):
+            for made in buckets.values():
+                flags = options.at_step(type(self), self.param_groups[made.group], made.step + 1)
+                made.variant = plans.at_step(made.plan, made.variant, flags)
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
         arenas = self._arenas(fresh)
-        new = [state.create(b.plan, b.variant, b.params[i], b.states[i], arenas.get(b.group)) for b, i in fresh]
+        groups = self.param_groups
+        new = [
+            state.create(b.plan, b.variant, b.params[i], b.states[i], arenas.get(b.group), groups[b.group])
+            for b, i in fresh
+        ]
+        shared.begin(self.state, new, [b.variant for b, _ in fresh])
         for (b, i), entry in zip(fresh, new, strict=True):
             states[b.params[i]] = b.states[i] = entry
         return list(buckets.values())
@@ -365,6 +403,37 @@ class Optimizer(torch.optim.Optimizer):
         host, count = variant.host_for(bucket.backend != "reference")
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
+
+    # -- evaluation -----------------------------------------------------------------------------------
+
+    def eval(self) -> None:
+        """Puts the weights that the model is to be evaluated with into it, where the rule has such (an average of those
+        that it trains); else nothing.  Until `train()` is called there is no step and no state_dict."""
+        if self.evaluation is None or self._trained is not None:
+            return
+        trained: dict[Tensor, Tensor] = {}
+        with torch.no_grad():
+            for entry in self._entries():
+                kept = self.state.get(entry.p)
+                if kept:
+                    trained[entry.p] = entry.p.detach().clone()
+                    entry.p.copy_(evaluation.weights(type(self), entry.group, entry.p, kept))
+        self._trained = trained
+
+    def train(self) -> None:
+        """Puts back the weights that `eval()` took out, bit for bit."""
+        if self._trained is None:
+            return
+        with torch.no_grad():
+            for p, value in self._trained.items():
+                p.copy_(value)
+        self._trained = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's.  RuntimeError between `eval()` and `train()`: the model then holds other weights."""
+        if self._trained is not None:
+            raise RuntimeError(f"{type(self).__name__}.state_dict() in evaluation: call train() first")
+        return super().state_dict()
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

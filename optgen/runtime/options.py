@@ -108,12 +108,27 @@ def flags_of(cls: Any, group: Mapping[str, Any], shape: tuple[int, ...] | None =
     """The setting of every flag in a group, derived ones included; those that follow a shape only where it is given."""
     setting = []
     for flag in cls.FLAGS:
+        if flag.every is not None:
+            setting.append((flag.name, False))
+            continue
         if flag.shape is not None:
             if shape is not None:
                 setting.append((flag.name, bool(flag.shape(shape))))
             continue
         on = bool(group[flag.name]) if flag.nonzero is None else _nonzero(group[flag.nonzero])
         setting.append((flag.name, on))
+    return tuple(setting)
+
+
+def at_step(cls: Any, group: Mapping[str, Any], step: int) -> tuple[tuple[str, bool], ...]:
+    """The flags that change from step to step, at one (counted from 1); ValueError for an interval below 1."""
+    setting = []
+    for flag in flags_declared(cls):
+        if flag.every is not None:
+            interval = int(group[flag.every])
+            if interval < 1 or interval != group[flag.every]:
+                raise ValueError(f"{cls.__name__}: {flag.every} must be a whole number >= 1, got {group[flag.every]!r}")
+            setting.append((flag.name, step % interval == 0))
     return tuple(setting)
 
 

@@ -113,6 +113,17 @@ def variant(module: ModuleType, dtype: torch.dtype, small: bool, flags: tuple[tu
     raise ValueError(f"plan {plan!r} has no kernel for {name} parameters with {setting}")
 
 
+def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool], ...]) -> Variant:
+    """The variant beside this one for flags that change from step to step."""
+    wanted = {**variant.flags, **dict(flags)}
+    if wanted == dict(variant.flags):
+        return variant
+    for v in module.VARIANTS:
+        if (v.param, v.small, dict(v.flags)) == (variant.param, variant.small, wanted):
+            return v  # type: ignore[no-any-return]
+    raise ValueError(f"plan {module.__name__.rpartition('.')[2]!r} has no kernel with {dict(flags)}")
+
+
 def small_numel(module: ModuleType) -> int:
     """Tensors with fewer elements take the variant for small tensors."""
     return int(getattr(module, "SMALL_NUMEL", 0))

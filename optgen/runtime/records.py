@@ -114,7 +114,7 @@ def as_int(value: object) -> int | None:
 @dataclass(frozen=True)
 class Flag:
     """A switch: a constructor argument; or (`nonzero` given) true iff that hyper-parameter is not 0; or (`shape` given)
-    what the function says of a parameter's shape.
+    what the function says of a parameter's shape; or (`every` given) true at the multiples of that hyper-parameter.
 
     needs, excludes  hyper-parameters that must not be 0, or must be 0, where the flag is on
     """
@@ -125,11 +125,12 @@ class Flag:
     needs: str | None = None
     excludes: str | None = None
     shape: Callable[[tuple[int, ...]], bool] | None = None
+    every: str | None = None
 
     @property
     def derived(self) -> bool:
         """Whether no constructor argument sets it."""
-        return self.nonzero is not None or self.shape is not None
+        return self.nonzero is not None or self.shape is not None or self.every is not None
 
     def check(self, group: Mapping[str, Any], owner: str) -> None:
         """ValueError where the flag is on without a hyper-parameter that it needs, or with one that it excludes."""
@@ -172,7 +173,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Temp:
-    """An fp32 value that one stage of a step leaves for later ones: shaped as a field of its space.
+    """An fp32 value that one stage of a step leaves for later ones: shaped as a field of its space; bf16 for elements.
 
     reduction   how it is reduced from what the stage computes ("row_sum"); "" where the stage stores it as it is
     source      the space whose values are reduced
@@ -188,13 +189,15 @@ class Temp:
 class Stage:
     """One kernel of a step that takes several.
 
-    kernel    name of its function
-    space     over whose entries it runs: "elem" for a sweep, else a small space
+    kernel    name of its kernel, or of the function that it calls
+    space     over whose entries it runs: "elem" for a sweep, else a small space; "call": none, it is a function of
+              whole matrices in optgen.runtime.matrices, in place
     level     stages of one level may not begin before all of the level before has ended
     scalars   which of the variant's kernel scalars it takes, by position
     temps     names of the temps that it stores or reduces to
     matrices  whether it reads or reduces rows or columns
     block     elements per storage block that it touches; 1 where it touches none
+    given     of a function: its further arguments, numbers or names of kernel scalars
     """
 
     kernel: str
@@ -204,6 +207,7 @@ class Stage:
     temps: tuple[str, ...] = ()
     matrices: bool = False
     block: int = 1
+    given: tuple[float | str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +278,16 @@ class Variant:
         if kernel and self.kernel_host is not None and self.kernel_scalars is not None:
             return self.kernel_host, len(self.kernel_scalars)
         return self.host, len(self.scalars)
+
+    @cached_property
+    def model_temps(self) -> tuple[str, ...]:
+        """Sums over the model that the step needs, in order."""
+        return tuple(t.name for t in self.temps if t.space == "model" and t.reduction)
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """Whether a step is one stretch of kernels, with nothing for the host to do in between."""
+        return not self.model_temps and all(s.space != "call" for s in self.stages)
 
     @cached_property
     def states(self) -> tuple[str, ...]:

@@ -27,7 +27,12 @@ def label(p: Tensor, name: str | int) -> str:
 
 
 def create(
-    plan: ModuleType, variant: Variant, p: Tensor, present: Mapping[str, Any], arena: Arena | None = None
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    present: Mapping[str, Any],
+    arena: Arena | None = None,
+    hypers: Mapping[str, Any] | None = None,
 ) -> State:
     """A state before the first step; what `present` already holds stays as it is.
 
@@ -42,7 +47,7 @@ def create(
     made = {f.name: zeros(f, p, arena) for f in missing}
     encoded = [f.name for f in missing if f.owner == "p" or f.owner in variant.init]
     if encoded:
-        layout.encode(plan, variant, p, first_values(variant, p), encoded, made)
+        layout.encode(plan, variant, p, first_values(variant, p, hypers or {}), encoded, made)
     return state | made
 
 
@@ -52,12 +57,15 @@ def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
     return [nbytes(layout.field_shape(f, p.shape), f.torch_dtype) for f in fields]
 
 
-def first_values(variant: Variant, p: Tensor) -> dict[str, Tensor | float]:
-    """What each state holds before the first step: p itself where the rule says so, else a number."""
+def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:
+    """What each state holds before the first step: a number, or where the rule says so p or a hyper-parameter."""
     values: dict[str, Tensor | float] = {}
     for name in variant.states:
         start = variant.init.get(name, 0.0)
-        values[name] = p.detach() if isinstance(start, str) else start
+        if start == "param":
+            values[name] = p.detach()
+        else:
+            values[name] = float(hypers[start]) if isinstance(start, str) else start
     return values
 
 

@@ -45,11 +45,11 @@ def put(pointer, at, value, live, MASKED: tl.constexpr):
 
 
 @triton.jit
-def block_max(x, live, MASKED: tl.constexpr):
-    """The largest int32 of each row of the tile; lanes that are not live do not count."""
+def block_max(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
+    """The largest int32 along the last dimension, KEEP: kept with size 1; lanes that are not live do not count."""
     if MASKED:
         x = tl.where(live, x, INT_MIN)
-    return tl.max(x, 1)
+    return tl.max(x, len(x.shape) - 1, keep_dims=KEEP)
 
 
 @triton.jit
@@ -59,26 +59,26 @@ def larger(a, b):
 
 
 @triton.jit
-def block_magnitude(x, live, MASKED: tl.constexpr):
-    """The pattern of the largest |x| of each row of the tile, of a NaN where there is one."""
+def block_magnitude(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
+    """The pattern of the largest |x| along the last dimension, of a NaN where there is one."""
     # The interpreter reduces by a function of ours one element at a time; AMD's float maximum drops NaN, and to keep
     # it takes two more instructions.
     if INTERPRETED or machine() == "hip":
-        out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED)
+        out = block_max(tl.abs(x).to(tl.int32, bitcast=True), live, MASKED, KEEP)
     else:
         size = tl.abs(x)
         if MASKED:
             size = tl.where(live, size, 0.0)
-        out = tl.reduce(size, 1, larger).to(tl.int32, bitcast=True)
+        out = tl.reduce(size, len(x.shape) - 1, larger, keep_dims=KEEP).to(tl.int32, bitcast=True)
     return out
 
 
 @triton.jit
-def block_min(x, live, MASKED: tl.constexpr):
-    """The smallest int32 of each row of the tile; lanes that are not live do not count."""
+def block_min(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
+    """The smallest int32 along the last dimension; lanes that are not live do not count."""
     if MASKED:
         x = tl.where(live, x, INT_MAX)
-    return tl.min(x, 1)
+    return tl.min(x, len(x.shape) - 1, keep_dims=KEEP)
 
 
 @triton.jit
@@ -235,3 +235,172 @@ def opaque(x):
     else:
         out = x
     return out
+
+
+# Sums and maxima over more than a block, in the order of optgen.runtime.sums.  MAX: the largest, NaN if any is; what
+# is missing counts as -inf then, else as 0.
+
+
+@constexpr_function
+def log2(n):
+    """k of n = 2^k."""
+    return getattr(n, "value", n).bit_length() - 1
+
+
+@constexpr_function
+def missing(MAX):
+    """What is added, or compared, where there is nothing."""
+    return float("-inf") if getattr(MAX, "value", MAX) else 0.0
+
+
+@triton.jit
+def joint(a, b, MAX: tl.constexpr):
+    """a + b, or the larger."""
+    if MAX:
+        out = larger(a, b)
+    else:
+        out = a + b
+    return out
+
+
+@triton.jit
+def term(x, at, live, MASKED: tl.constexpr, MAX: tl.constexpr = False):
+    """x for each of the elements `at`; what is missing in lanes that are not live."""
+    x = tl.broadcast_to(x, at.shape)
+    if MAX:
+        x = x + 0.0  # of two zeros the larger is +0
+    if MASKED:
+        x = tl.where(live, x, missing(MAX))
+    return x
+
+
+@triton.jit
+def fold(x, MAX: tl.constexpr = False):
+    """[r, n] -> [r]: the upper half of each row added to the lower one, until one value is left; n a power of two."""
+    # The largest is the same in any order; the interpreter reduces by a function of ours one element at a time.
+    if MAX and not INTERPRETED:
+        out = tl.reduce(x, 1, larger)
+    else:
+        for _ in tl.static_range(log2(x.shape[1])):
+            low, high = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+            x = joint(low, high, MAX)
+        out = tl.reshape(x, [x.shape[0]])
+    return out
+
+
+@triton.jit
+def down(total, x, MAX: tl.constexpr = False):
+    """total [n] and the rows of x [r, n], one after the other; r is 1, 2, 4 or 8."""
+    if MAX and not INTERPRETED:
+        total = larger(total, tl.reduce(x, 0, larger))
+    elif x.shape[0] == 1:
+        total = joint(total, tl.reshape(x, [x.shape[1]]), MAX)
+    elif x.shape[0] == 2:
+        total = _down_2(total, x, MAX)
+    elif x.shape[0] == 4:
+        total = _down_4(total, x, MAX)
+    else:
+        low, high = _rows_halved(x)
+        total = _down_4(_down_4(total, low, MAX), high, MAX)
+    return total
+
+
+@triton.jit
+def _rows_halved(x):
+    """The first and the second half of the rows."""
+    low, high = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+    return low, high
+
+
+@triton.jit
+def _down_2(total, x, MAX: tl.constexpr):
+    low, high = _rows_halved(x)
+    total = joint(total, tl.reshape(low, [x.shape[1]]), MAX)
+    return joint(total, tl.reshape(high, [x.shape[1]]), MAX)
+
+
+@triton.jit
+def _down_4(total, x, MAX: tl.constexpr):
+    low, high = _rows_halved(x)
+    return _down_2(_down_2(total, low, MAX), high, MAX)
+
+
+@triton.jit
+def finish(table, work, MAX: tl.constexpr, LANES: tl.constexpr = 256):
+    """Partial results become values, 256 of one vector a program.
+
+    table  int64 (vectors, 5): the address of the partial results and of the values, both fp32; then outer, count,
+           inner: value [o, i] is made of the partials [o, 0], [o, 1] ... [o, count - 1] of [outer, count, inner], one
+           after the other; outer 0: the one value of a tensor is made of `count` partials in 256 lanes
+    work   int32 (programs, 2): vector, first value / 256
+    """
+    item = work + 2 * tl.program_id(0)
+    row = table + 5 * tl.load(item).to(tl.int64)
+    partials = tl.load(row).to(tl.pointer_type(tl.float32))
+    values = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    outer = tl.load(row + 2)
+    count = tl.load(row + 3).to(tl.int32)
+    inner = tl.load(row + 4)
+    lane = tl.arange(0, LANES)
+    total = tl.full([LANES], missing(MAX), tl.float32)
+    if outer > 0:
+        at = tl.load(item + 1).to(tl.int64) * LANES + lane
+        live = at < outer * inner
+        first = at // inner * (count * inner) + at % inner
+        for k in range(count):
+            total = joint(total, tl.load(partials + first + k * inner, mask=live, other=0.0), MAX)
+        tl.store(values + at, total, mask=live)
+    else:
+        for k in range(0, count, LANES):
+            total = joint(total, tl.load(partials + k + lane, mask=lane < count - k, other=missing(MAX)), MAX)
+        tl.store(values + tl.arange(0, 1), fold(tl.reshape(total, [1, LANES]), MAX))
+
+
+@triton.jit
+def row_partials(table, work, PANEL: tl.constexpr, LANES: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr = 4):
+    """Partial results of rows, from operands that lie densely in memory: a panel of a few rows a program.
+
+    table  int64 (tensors, 5): the address of the operands and of the partial results, both fp32; then the number of
+           matrices, their rows and columns
+    work   int32 (programs, 2): tensor, panels of columns * (rows of all matrices / ROWS) + panel
+    LANES  a power of two that covers a panel, or the columns where they are fewer
+    """
+    item = work + 2 * tl.program_id(0)
+    row = table + 5 * tl.load(item).to(tl.int64)
+    operands = tl.load(row).to(tl.pointer_type(tl.float32))
+    partials = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    rows = tl.load(row + 2) * tl.load(row + 3)
+    columns = tl.load(row + 4)
+    number = tl.load(item + 1).to(tl.int64)
+    panels = tl.cdiv(columns, PANEL)
+    panel = number % panels
+    top = number // panels * ROWS + tl.arange(0, ROWS)
+    at = panel * PANEL + tl.arange(0, LANES)
+    live = (top < rows)[:, None] & (at < columns)[None, :]
+    x = tl.load(operands + (top[:, None] * columns + at[None, :]), mask=live, other=missing(MAX))
+    tl.store(partials + panel * rows + top, fold(x, MAX), mask=top < rows)
+
+
+@triton.jit
+def col_partials(table, work, LANES: tl.constexpr, MAX: tl.constexpr, PANEL: tl.constexpr = 64):
+    """Partial results of columns, likewise: LANES columns of a panel of 64 rows a program.
+
+    work   int32 (programs, 2): tensor, chunks of LANES columns * (panels of all matrices) + chunk
+    """
+    item = work + 2 * tl.program_id(0)
+    row = table + 5 * tl.load(item).to(tl.int64)
+    operands = tl.load(row).to(tl.pointer_type(tl.float32))
+    partials = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    rows = tl.load(row + 3)
+    columns = tl.load(row + 4)
+    number = tl.load(item + 1).to(tl.int64)
+    chunks = tl.cdiv(columns, LANES)
+    panels = tl.cdiv(rows, PANEL)
+    panel = number // chunks
+    top = panel % panels * PANEL
+    at = number % chunks * LANES + tl.arange(0, LANES)
+    start = (panel // panels * rows + top) * columns + at
+    total = tl.full([LANES], missing(MAX), tl.float32)
+    for k in range(tl.minimum(rows - top, PANEL).to(tl.int32)):
+        total = joint(total, tl.load(operands + start + k * columns, mask=at < columns, other=0.0), MAX)
+    tl.store(partials + panel * columns + at, total, mask=at < columns)

@@ -29,7 +29,9 @@ def matrices(shape: torch.Size) -> tuple[int, int, int]:
 
 
 def entries(space: str, shape: torch.Size) -> int:
-    """Values of a small space in a tensor of that shape."""
+    """fp32 values of a small space in a tensor of that shape; of one bf16 value per element, as many as hold them."""
+    if space == "elem":
+        return -(-math.prod(shape) // 2)
     count, rows, columns = matrices(shape)
     return {"row": count * rows, "col": count * columns, "mat": count, "tensor": 1, "model": 1}[space]
 
@@ -63,11 +65,13 @@ class Workspace:
     memory    one fp32 tensor
     columns   for each temp, then for each that a sweep reduces: the address for each tensor
     offsets   the same as positions in `memory`
+    dense     further memory that `columns` point into
     """
 
     memory: Tensor
     columns: list[list[int]]
     offsets: list[list[int]]
+    dense: Tensor | None = None
 
 
 def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device) -> Workspace:

@@ -221,14 +221,31 @@ template <class Kernel> const int32_t *layout() {
     return out;
 }
 
+// What the exported functions call; kernels of several stages have their own (stages.h).
+template <class Kernel, class = void> struct Runner {
+    static int32_t step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
+        return run<Kernel>(table, tensors, scalars, step_key, threads);
+    }
+    static int32_t stages(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,
+                          int32_t begin, int32_t end) {
+        return begin == 0 && end == 1 ? step(table, tensors, scalars, step_key, threads) : 1;
+    }
+    static const int32_t *layout() { return ::layout<Kernel>(); }
+};
+
 }  // namespace
 
 #define OPTGEN_EXPORT                                                                                                 \
     extern "C" __attribute__((visibility("default"))) const char *optgen_stamp() { return OPTGEN_STAMP; }             \
     extern "C" __attribute__((visibility("default"))) const int32_t *optgen_layout() {                                \
-        return layout<OPTGEN_KERNEL<OPTGEN_GRAD>>();                                                                  \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::layout();                                                          \
     }                                                                                                                 \
     extern "C" __attribute__((visibility("default"))) int32_t optgen_step(                                            \
         const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {             \
-        return run<OPTGEN_KERNEL<OPTGEN_GRAD>>(table, tensors, scalars, step_key, threads);                           \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::step(table, tensors, scalars, step_key, threads);                  \
+    }                                                                                                                 \
+    extern "C" __attribute__((visibility("default"))) int32_t optgen_stages(                                          \
+        const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,               \
+        int32_t begin, int32_t end) {                                                                                 \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::stages(table, tensors, scalars, step_key, threads, begin, end);    \
     }

@@ -1,0 +1,601 @@
+"""Triton kernels of a step that takes several sweeps, and of what is done between them with few values.
+
+A sweep that touches neither rows, columns nor matrices walks the tiles of segments, as a step of one sweep does (see
+triton.py).  Any other comes as two kernels over one tile function:
+
+    <name>        tensors of at most two dimensions.  A work item is a panel of columns and 64 rows of the matrix; a
+                  tile is a few of these rows.  Sums of columns stay in the registers of the threads that hold the
+                  columns.  A panel is W columns: 16 storage blocks, or 1024 where nothing is stored in blocks.
+    <name>_flat   the others.  Blocks lie along dimension 0 against the rest, so they straddle rows and matrices: tiles
+                  of blocks gather the values of their rows and columns, and the operands of reductions are stored
+                  densely, for kernels of optgen.runtime.triton_prelude to add up.
+
+Both leave partial results, of which those kernels make sums.  Between two sweeps stands one kernel for all small work
+of that level: a program takes matrices of one tensor through its rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from optgen.backends.printer import ATOM, with_comments
+from optgen.backends.reference import bound_lines
+from optgen.backends.triton import (
+    LOCALS,
+    Table,
+    Term,
+    TritonPrinter,
+    extents,
+    folded,
+    helpers,
+    kernel,
+    keys,
+    pointers,
+    registers,
+    scalar_ranges,
+    terms,
+    tile,
+    tile_elements,
+    tl_dtype,
+    wrapped,
+)
+from optgen.ir.node import Node, postorder
+from optgen.ir.program import Program, Schedule, Stage, Step
+from optgen.ir.ranges import Interval, ranges
+from optgen.ops import spaces
+
+
+def panel_columns(block: int) -> int:
+    """Columns of a panel; see optgen.runtime.sums."""
+    return 1024 if block == 1 else 16 * block
+
+
+class SmallPrinter(TritonPrinter):
+    """A printer of sweeps that touch rows and columns: all values have as many dimensions as the elements."""
+
+    keeps = True
+
+
+ONE = (spaces.tensor, spaces.model)
+"""Spaces of one value in every tensor's room: what is summed over the model, the host adds up."""
+
+
+def touches_matrices(program: Program) -> bool:
+    """Whether a sweep reads or reduces values of rows, columns or matrices."""
+    return any(b.space.name in ("row", "col", "mat") for b in program.buffers)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The table of a step (see optgen.runtime.launch.stage_rows); behind it come the addresses of dense operands.
+
+    values    the entries with addresses of what is kept from step to step and of temps
+    partials  of what sweeps reduce: the entries with addresses of the partial results
+    matrices  the entry that is the number of matrices; rows and columns follow, then numel, columns, stream key
+    dense     how many dense operands the widest sweep has
+    """
+
+    values: dict[str, int]
+    partials: dict[str, int]
+    matrices: int
+    dense: int
+
+    @classmethod
+    def of(cls, step: Step) -> Frame:
+        """The frame of a step."""
+        names = [*(b.name for b in step.program.buffers), *(b.name for b in step.temps)]
+        reduced = {b.name for s in step.sweeps for b in s.schedule.partials}
+        partials = [b.name for b in step.temps if b.name in reduced]
+        values = {name: i for i, name in enumerate(names)}
+        after = {name: len(names) + i for i, name in enumerate(partials)}
+        dense = max((len(terms(s.schedule)) for s in step.sweeps if touches_matrices(s.schedule.program)), default=0)
+        return cls(values, after, len(names) + len(partials), dense)
+
+    @property
+    def numel(self) -> int:
+        return self.matrices + 3
+
+    @property
+    def width(self) -> int:
+        return self.numel + 3 + self.dense
+
+    def table(self, program: Program) -> Table:
+        """What a stage reads: of a reduction of elements, the partial results."""
+        sweep = program.space == spaces.elem
+        where = {
+            b.name: self.partials[b.name] if sweep and b.role == "partial" else self.values[b.name]
+            for b in program.buffers
+        }
+        return Table(self.width, where, self.numel)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The printed kernels of a step.
+
+    lines     their text
+    tiles     flat sweep -> elements per tile
+    limits    flat sweep -> registers per thread that it need not exceed
+    warps     sweep over panels -> warps of 32 lanes per program
+    dense     sweep over panels -> which dense operand each reduction's is
+    """
+
+    lines: list[str]
+    tiles: dict[str, int]
+    limits: dict[str, int | None]
+    warps: dict[str, int]
+    dense: dict[str, dict[str, int]]
+
+
+def kernels(step: Step, function: str, source: str = "") -> Kernels:
+    """All kernels of a step; stage k is <function>_<k>, small work is named after its level's first stage."""
+    frame, out = Frame.of(step), Kernels([], {}, {}, {}, {})
+    for k, stage in enumerate(step.stages):
+        name, program = f"{function}_{k + 1}", stage.schedule.program
+        if stage.call:
+            continue
+        first = k == 0 or step.stages[k - 1].level != stage.level
+        if stage.is_sweep and touches_matrices(program):
+            lines = _panels(stage.schedule, name, frame, source)
+            out.warps[name] = _warps(program)
+            found = terms(stage.schedule)
+            out.dense[name] = {b.name: i for i, t in enumerate(found) for b in t.partials}
+        elif stage.is_sweep:
+            lines = kernel(stage.schedule, name, source, frame.table(program))
+            out.tiles[name] = tile_elements(stage.schedule)
+            out.limits[name] = registers(stage.schedule)
+        elif first:
+            level = [(f"{function}_{i + 1}", s) for i, s in _of_level(step, stage.level)]
+            lines = _between(level, name, frame)
+        else:
+            continue
+        out.lines.extend([*([""] * 2 if out.lines else []), *lines])
+    return out
+
+
+def _of_level(step: Step, level: int) -> list[tuple[int, Stage]]:
+    """The kernels of a level, by their number."""
+    return [(i, s) for i, s in enumerate(step.stages) if s.level == level and not s.call]
+
+
+def needs(step: Step) -> list[str]:
+    """Names to import from optgen.runtime.triton_prelude."""
+    names = set(helpers([s.schedule for s in step.stages if not s.call]))
+    strict = step.program.maths == "strict"
+    for s in step.stages:
+        if s.is_sweep and touches_matrices(s.schedule.program):
+            for t in terms(s.schedule):
+                names |= {"down", "fold"} if strict or t.is_max else set()
+                names.discard("opaque")
+        elif not s.is_sweep:
+            for t in terms(s.schedule):
+                names |= {"term"} | ({"down", "fold"} if strict or t.is_max else set())
+    return sorted(names)
+
+
+def _warps(program: Program) -> int:
+    """Warps that share a row of a panel: 8 elements for each thread; 32 where it holds little else than one term, and
+    sums across threads would cost more than what is summed."""
+    nodes = {s.node.uid for s in program.stores}
+    light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes) and len(nodes) == 1
+    return max(panel_columns(program.block) // (1024 if light else 256), 1)
+
+
+# Sweeps over panels ---------------------------------------------------------------------------------------------------
+
+
+def _spaces(program: Program) -> list[str]:
+    """The small spaces, but that of the tensor, that a sweep reads values of."""
+    read = {n.space.name for n in postorder(program.roots()) if n.op == "load"}
+    return [x for x in ("row", "col", "mat") if x in read]
+
+
+def _places(schedule: Schedule) -> list[str]:
+    """The tile function's arguments that say which elements are meant."""
+    program = schedule.program
+    found = ["at", *(["at_block"] if program.block > 1 else []), *(f"at_{x}" for x in _spaces(program))]
+    found += ["live", *(["live_block"] if program.block > 1 else []), *(f"live_{x}" for x in _spaces(program))]
+    if _is_counted(program):
+        found.append("index")
+    return [*found, *(x.split(" = ")[0].strip() for x in extents(program, Table.of(program)))]
+
+
+def _is_counted(program: Program) -> bool:
+    return any(n.op == "index" for n in postorder(program.roots()))
+
+
+def _host(program: Program) -> list[str]:
+    return [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
+
+
+def _panels(schedule: Schedule, function: str, frame: Frame, source: str) -> list[str]:
+    """The tile function of a sweep, and the two kernels over it."""
+    out = tile(schedule, function, source, _places(schedule), SmallPrinter)
+    out += ["", "", *_panel_kernel(schedule, function, frame)]
+    return [*out, "", "", *_flat_kernel(schedule, function, frame)]
+
+
+def _head(schedule: Schedule, function: str, arguments: Sequence[str], doc: str, frame: Frame) -> list[str]:
+    """A kernel up to the addresses of its tensor."""
+    program = schedule.program
+    args = ["table", "work", *(f"{h}: tl.float32" for h in _host(program)), "step_key: tl.int32"]
+    out = ["@triton.jit", *wrapped(f"def {function}(", [*args, "GRAD: tl.constexpr", *arguments])]
+    out.append(f'    """{program.name}: {doc}; see optgen.runtime.stages."""')
+    out.append("    item = work + 2 * tl.program_id(0)")
+    out.append(f"    row = table + {frame.width} * tl.load(item).to(tl.int64)")
+    out += pointers(program, frame.table(program), "ALIGNED" if "ALIGNED: tl.constexpr" in arguments else "False")
+    if "stream_key" in keys(schedule):
+        out.append(f"    stream_key = tl.load(row + {frame.numel + 2}).to(tl.int32)")
+    return out + extents(program, frame.table(program))
+
+
+def _call(
+    schedule: Schedule, function: str, indent: str, masked: str, moved: dict[str, str], given: dict[str, str]
+) -> list[str]:
+    """A call of the tile function: pointers that are `moved` further on, and the places."""
+    program, found = schedule.program, terms(schedule)
+    names = [
+        f"{b.name}_ptr + {moved[b.name]}" if b.name in moved else f"{b.name}_ptr"
+        for b in program.buffers
+        if b.role != "partial"
+    ]
+    names += [*(given.get(x, x) for x in _places(schedule)), *_host(program), *keys(schedule), masked]
+    results = f"{', '.join(t.name for t in found)} = " if found else ""
+    return [indent + x for x in wrapped(f"{results}{function}_tile(", names, close=")")]
+
+
+def _has(found: Sequence[Term], space: str) -> bool:
+    return any(b.space.name == space for t in found for b in t.partials)
+
+
+def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
+    program, found = schedule.program, terms(schedule)
+    block, strict = program.block, program.maths == "strict"
+    panel, counted = panel_columns(block), _is_counted(program)
+    doc = f"64 rows of {panel} columns of a matrix"
+    out = _head(schedule, function, ["ROWS: tl.constexpr", "ALIGNED: tl.constexpr"], doc, frame)
+    out += [
+        f"    rows = tl.load(row + {frame.matrices + 1})",
+        f"    columns = tl.load(row + {frame.matrices + 2})",
+        "    if ALIGNED:",
+        "        columns = tl.multiple_of(columns, 16)",
+        "    number = tl.load(item + 1)",
+        f"    panels = tl.cdiv(columns, {panel}).to(tl.int32)",
+        "    panel = number % panels",
+        "    top = (number // panels).to(tl.int64) * 64",
+        f"    left = panel.to(tl.int64) * {panel}",
+        "    height = tl.minimum(rows - top, 64).to(tl.int32)",
+        f"    width = tl.minimum(columns - left, {panel}).to(tl.int32)",
+    ]
+    if block > 1:
+        out.append(f"    blocks = tl.cdiv(columns, {block})")
+        out.append(f"    block = tl.arange(0, {panel // block})[None, :, None]")
+        out.append(f"    lane = block * {block} + tl.arange(0, {block})[None, None, :]")
+        out.append("    at_row = tl.arange(0, ROWS)[:, None, None]")
+    else:
+        out.append(f"    lane = tl.arange(0, {panel})[None, :]")
+        out.append("    at_row = tl.arange(0, ROWS)[:, None]")
+    out.append("    at = at_row * columns.to(tl.int32) + lane")
+    # Addresses move to the panel once, in int64.
+    for b in program.buffers:
+        if b.space.size:
+            out.append(f"    {b.name}_ptr += top * blocks + left // {b.space.size}")
+        elif b.space == spaces.elem:
+            out.append(f"    {b.name}_ptr += top * columns + left")
+        elif b.role == "partial" and b.space.name == "row":
+            out.append(f"    {b.name}_ptr += panel * rows + top")
+        elif b.role == "partial":
+            out.append(f"    {b.name}_ptr += top // 64 * columns + left")
+        elif b.space.name in ("row", "col"):
+            out.append(f"    {b.name}_ptr += {'top' if b.space.name == 'row' else 'left'}")
+    if block > 1:
+        out.append("    at_block = at_row * blocks.to(tl.int32) + block")
+    if counted:
+        padded = f"blocks.to(tl.int32) * {block}" if block > 1 else "columns.to(tl.int32)"
+        out.append(f"    padded = {padded}")
+        out.append("    before = top.to(tl.int32) * padded + left.to(tl.int32) + lane")
+    for t in found:
+        if any(b.space.name == "col" for b in t.partials):
+            out.append(f"    {t.name}s = tl.full([{panel}], {_nothing(t)}, tl.float32)")
+    given = {"at_col": "lane", "at_mat": "0", "live_mat": "rows > 0"}
+    if counted:
+        given["index"] = "before + (start + at_row) * padded"
+    moved = {}
+    for b in program.buffers:
+        if b.space.size:
+            moved[b.name] = "start * blocks"
+        elif b.space == spaces.elem:
+            moved[b.name] = "start * columns"
+        elif b.space.name == "row" and b.role != "partial":
+            moved[b.name] = "start"
+
+    def loop(indent: str, masked: bool) -> list[str]:
+        lines = [f"{indent}start = tile * ROWS"]
+        places = dict(given)
+        if masked:
+            lines.append(f"{indent}live_row = at_row < height - start")
+            lines.append(f"{indent}live_col = lane < width")
+            lines.append(f"{indent}live = live_row & live_col")
+            if block > 1:
+                lines.append(f"{indent}live_block = live_row & (block * {block} < width)")
+        else:
+            places |= {x: x.replace("live", "at") for x in ("live", "live_block", "live_row")} | {"live_col": "lane"}
+        lines += _call(schedule, function, indent, str(masked), moved, places)
+        for t in found:
+            flat = f"tl.reshape({t.name}, [ROWS, {panel}])" if block > 1 else t.name
+            for b in (b for b in t.partials if b.space.name == "row"):
+                lines.append(f"{indent}which = start + tl.arange(0, ROWS)")
+                mask = ", mask=which < height" if masked else ""
+                lines.append(f"{indent}tl.store({b.name}_ptr + which, {folded(t, flat, strict)}{mask})")
+            if any(b.space.name == "col" for b in t.partials):
+                if strict or t.is_max:
+                    lines.append(f"{indent}{t.name}s = down({t.name}s, {flat}{_max(t)})")
+                else:
+                    lines.append(f"{indent}{t.name}s += tl.sum({flat}, 0)")
+        return lines
+
+    out.append("    # Tiles without masks, then the others.")
+    out.append(f"    full = tl.where(width == {panel}, height // ROWS, 0)")
+    out.append("    for tile in range(full):")
+    out += loop("        ", False)
+    out.append("    for tile in range(full, tl.cdiv(height, ROWS)):")
+    out += loop("        ", True)
+    for t in found:
+        for b in (b for b in t.partials if b.space.name == "col"):
+            out.append(f"    lane = tl.arange(0, {panel})")
+            out.append(f"    tl.store({b.name}_ptr + lane, {t.name}s, mask=lane < width)")
+    return out
+
+
+def _nothing(t: Term) -> str:
+    return 'float("-inf")' if t.is_max else "0.0"
+
+
+def _max(t: Term) -> str:
+    return ", True" if t.is_max else ""
+
+
+def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
+    program, found = schedule.program, terms(schedule)
+    block, size = program.block, tile_elements(schedule)
+    read = _spaces(program)
+    doc = "tiles of a tensor of any shape"
+    out = _head(schedule, f"{function}_flat", ["TILES: tl.constexpr"], doc, frame)
+    for i, t in enumerate(found):
+        out.append(f"    {t.name}_ptr = pointer(row + {frame.numel + 3 + i}, tl.float32, False)")
+    if read:
+        out.append(f"    height = tl.load(row + {frame.matrices + 1})")
+        out.append(f"    width = tl.load(row + {frame.matrices + 2})")
+    out.append(f"    numel = tl.load(row + {frame.numel})")
+    out.append("    first = tl.load(item + 1).to(tl.int64)")
+    given = {"at_block": "block", "index": "number"} if block > 1 else {"index": "at.to(tl.int32)"}
+    if block > 1:
+        out.append(f"    columns = tl.load(row + {frame.numel + 1})")
+        out.append(f"    per_row = tl.cdiv(columns, {block})")
+        out.append("    blocks = numel // columns * per_row")
+        out.append(f"    end = tl.minimum(first + TILES, tl.cdiv(blocks, {size // block}))")
+        out.append("    for tile in range(first, end):")
+        out.append(f"        block = tile * {size // block} + tl.arange(0, {size // block})[:, None]")
+        out.append(f"        lane = block % per_row * {block} + tl.arange(0, {block})[None, :]")
+        out.append("        at = block // per_row * columns + lane")
+        out.append("        live_block = block < blocks")
+        out.append("        live = live_block & (lane < columns)")
+        if _is_counted(program):
+            out.append(f"        number = block.to(tl.int32) * {block} + tl.arange(0, {block})[None, :]")
+    else:
+        out.append(f"    end = tl.minimum(first + TILES, tl.cdiv(numel, {size}))")
+        out.append("    for tile in range(first, end):")
+        out.append(f"        at = tile * {size} + tl.arange(0, {size})")
+        out.append("        live = at < numel")
+    if "row" in read:
+        out.append("        at_row = at // width")
+    if "mat" in read or "col" in read:
+        out.append("        at_mat = at // (height * width)")
+    if "col" in read:
+        out.append("        at_col = at_mat * width + at % width")
+    given |= {f"live_{x}": "live" for x in read}
+    out += _call(schedule, function, "        ", "True", {}, given)
+    out += [f"        put({t.name}_ptr, at, {t.name}, live, True)" for t in found]
+    return out
+
+
+# Between sweeps -------------------------------------------------------------------------------------------------------
+
+
+class RoundPrinter(TritonPrinter):
+    """A printer of work over the entries of a small space."""
+
+    def __init__(self, program: Program, intervals: dict[int, Interval]) -> None:
+        super().__init__(program, intervals)
+        self.spell = {**self.spell, "load": self._load}
+
+    def _load(self, _: object, n: Node) -> tuple[str, int]:
+        if n.space in ONE:
+            return f"tl.load({n.attr}_ptr)", ATOM
+        at = "at" if n.space == self.program.space else f"at_{n.space.name}"
+        return f"get({n.attr}_ptr, {at}, live, True)", ATOM
+
+
+_SIZE = {"row": "rows", "col": "columns"}
+_WHAT = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "the tensor", "model": "the model"}
+WARPS_BETWEEN = 8
+"""Warps of the kernels between sweeps: 8 entries for each thread."""
+_ENTRIES = 32 * 8 * WARPS_BETWEEN
+
+
+def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) -> list[str]:
+    """The rounds of a level, two functions each, and the kernel that goes through them."""
+    out: list[str] = []
+    programs = [s.schedule.program for _, s in level]
+    for name, stage in level:
+        round_ = _Round(stage, name)
+        out += [*round_.values(), "", "", *round_.loops(), "", ""]
+    host = list(dict.fromkeys(h for x in programs for h in _host(x)))
+    args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LANES: tl.constexpr"]
+    out += ["@triton.jit", *wrapped(f"def {function}(", args)]
+    out.append(f'    """{programs[0].name}: matrices of one tensor; see optgen.runtime.stages."""')
+    out.append("    item = work + 3 * tl.program_id(0)")
+    out.append(f"    row = table + {frame.width} * tl.load(item).to(tl.int64)")
+    out.append("    first = tl.load(item + 1).to(tl.int64)")
+    out.append("    end = tl.load(item + 2).to(tl.int64)")
+    for b in {b.name: b for x in programs for b in x.buffers}.values():
+        out.append(f"    {b.name}_ptr = pointer(row + {frame.values[b.name]}, {tl_dtype(b.dtype)}, False)")
+    out.append(f"    rows = tl.load(row + {frame.matrices + 1})")
+    out.append(f"    columns = tl.load(row + {frame.matrices + 2})")
+    out += dict.fromkeys(line for x in programs for line in extents(x, frame.table(x)))
+    for i, (name, stage) in enumerate(level):
+        if i:
+            out.append("    tl.debug_barrier()  # what one round stores the next ones load")
+        out += [f"    {x}" for x in wrapped(f"{name}_round(", _Round(stage, name).taken, close=")")]
+    return out
+
+
+class _Round:
+    """A round of small work: a function for some entries, and one that goes through all of them.
+
+    Reductions over matrices have LANES lanes for each of a few matrices at a time, or 256 for one; what is reduced over
+    the tensor has 256.  Entries that are missing in a power of two below 256 would only add zeros.
+    """
+
+    def __init__(self, stage: Stage, function: str) -> None:
+        self.schedule, self.function = stage.schedule, function
+        self.program = stage.schedule.program
+        self.space = self.program.space.name
+        self.terms = terms(stage.schedule)
+        # A term may be reduced over matrices and over the tensor.
+        self.whole, self.grouped = self._reduced(True), self._reduced(False)
+        self.strict = self.program.maths == "strict"
+        self.pointers = [f"{b.name}_ptr" for b in self.program.buffers]
+        self.extents = [x.split(" = ")[0].strip() for x in extents(self.program, Table.of(self.program))]
+        # What is reduced twice, in two groupings, is computed twice from what was there before anything is stored.
+        self.twice = bool(self.whole and self.grouped)
+        self.size = _SIZE.get(self.space, "1")
+        self.of_matrix = self.space in _SIZE and any(
+            n.op == "load" and n.space == spaces.mat for n in postorder(self.program.roots())
+        )
+
+    def _reduced(self, whole: bool) -> list[Term]:
+        """The terms that are reduced over the tensor, or over matrices, with these reductions alone."""
+        out = []
+        for t in self.terms:
+            some = tuple(b for b in t.partials if (b.space == spaces.tensor) == whole)
+            out += [replace(t, partials=some)] if some else []
+        return out
+
+    @property
+    def taken(self) -> list[str]:
+        """What the loops take, by the names that the kernel has too."""
+        return [*self.pointers, *self.extents, "first", "end", "rows", "columns", *_host(self.program), "LANES"]
+
+    def _lets(self) -> list[str]:
+        """Arguments of the function for entries that say which are meant."""
+        return [*(["at", "live"] if self.program.space not in ONE else []), *(["at_mat"] if self.of_matrix else [])]
+
+    def values(self) -> list[str]:
+        """The function for some entries: it stores, and returns the terms of the round's reductions."""
+        sweep = self.schedule.sweep
+        roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
+        printer = RoundPrinter(self.program, ranges(roots, scalar_ranges(self.program)))
+        host = [let.name for let in self.program.host]
+        names = [x for x in self.pointers if x[:-4] not in {b.name for t in self.terms for b in t.partials}]
+        names += [*self.extents, *self._lets(), *host, *(["STORED: tl.constexpr"] if self.twice else [])]
+        out = ["@triton.jit", *wrapped(f"def {self.function}_values(", names)]
+        out.append(f'    """Values of {_WHAT[self.space]}."""')
+        needed = {n.uid for n in postorder([s.node for s in sweep.stores])}
+        lines = bound_lines(tuple(let for let in sweep.lets if let.node.uid in needed), printer)
+        for part in lines.values():
+            out += [f"    {line}" for line in with_comments(part)]
+        indent = "        " if self.twice else "    "
+        stored = []
+        for s in sweep.stores:
+            buffer = self.program.buffer(s.buffer)
+            if buffer.role != "partial" or buffer.space == spaces.model:
+                value = printer.text(s.node)
+                scalar = self.program.space in ONE
+                put = (
+                    f"tl.store({s.buffer}_ptr, {value})" if scalar else f"put({s.buffer}_ptr, at, {value}, live, True)"
+                )
+                stored.append(indent + put)
+        if stored:
+            out += ["    if STORED:", *stored] if self.twice else stored
+        if self.terms:
+            each = [f"term({printer.text(t.node)}, at, live, True{_max(t)})" for t in self.terms]
+            out.append(f"    return {', '.join(each)}")
+        return out
+
+    def _call(self, indent: str, stored: bool = True) -> list[str]:
+        names = [x for x in self.pointers if x[:-4] not in {b.name for t in self.terms for b in t.partials}]
+        names += [*self.extents, *self._lets(), *_host(self.program), *([str(stored)] if self.twice else [])]
+        results = f"{', '.join(t.name for t in self.terms)} = " if self.terms else ""
+        lines = wrapped(f"{results}{self.function}_values(", names, close=")")
+        return [indent + x for x in ([f"at_mat = at // {self.size}"] if self.of_matrix else []) + lines]
+
+    def loops(self) -> list[str]:
+        """The function that goes through all entries."""
+        names = [*self.taken[:-1], "LANES: tl.constexpr"]
+        out = ["@triton.jit", *wrapped(f"def {self.function}_round(", names)]
+        out.append(f'    """All values of {_WHAT[self.space]}."""')
+        if self.grouped:
+            out += self._matrices(stored=not self.whole)
+        if self.whole:
+            out += self._tensor()
+        if not self.terms:
+            out += self._entries()
+        return out
+
+    def _entries(self) -> list[str]:
+        if self.program.space in ONE:
+            return self._call("    ")
+        size = f" * {self.size}" if self.size != "1" else ""
+        out = [f"    for start in range(first{size}, end{size}, {_ENTRIES}):"]
+        out.append(f"        at = start + tl.arange(0, {_ENTRIES})")
+        out.append(f"        live = at < end{size}")
+        return out + self._call("        ")
+
+    def _lanes(self, found: Sequence[Term], count: str, base: str, to: str, indent: str, stored: bool) -> list[str]:
+        """`count` entries from `base` in 256 lanes, several of a lane at a time."""
+        each = _ENTRIES // 256
+        out = [f"{indent}{t.name}s = tl.full([256], {_nothing(t)}, tl.float32)" for t in found]
+        out.append(f"{indent}for start in range(0, {count}, {_ENTRIES}):")
+        out.append(f"{indent}    lane = start + tl.arange(0, {each})[:, None] * 256 + tl.arange(0, 256)[None, :]")
+        out.append(f"{indent}    at = {base}lane")
+        out.append(f"{indent}    live = lane < {count}")
+        out += self._call(f"{indent}    ", stored)
+        for t in found:
+            if self.strict or t.is_max:
+                out.append(f"{indent}    {t.name}s = down({t.name}s, {t.name}{_max(t)})")
+            else:
+                out.append(f"{indent}    {t.name}s += tl.sum({t.name}, 0)")
+        for t in found:
+            lanes = f"tl.reshape({t.name}s, [1, 256])"
+            for b in t.partials:
+                out.append(f"{indent}tl.store({b.name}_ptr + {to}tl.arange(0, 1), {folded(t, lanes, self.strict)})")
+        return out
+
+    def _matrices(self, stored: bool) -> list[str]:
+        size = self.size
+        out = ["    if LANES == 256:", "        for number in range(first, end):"]
+        out += self._lanes(self.grouped, size, f"number * {size} + ", "number + ", " " * 12, stored)
+        out.append("    else:")
+        out.append(f"        for group in range(first, end, {_ENTRIES} // LANES):")
+        out.append(f"            number = group + tl.arange(0, {_ENTRIES} // LANES)")
+        out.append("            lane = tl.arange(0, LANES)[None, :]")
+        out.append(f"            at = number[:, None] * {size} + lane")
+        out.append(f"            live = (number < end)[:, None] & (lane < {size})")
+        out += self._call(" " * 12, stored)
+        for t in self.grouped:
+            for b in t.partials:
+                # Lanes begin with 0, to which -0 adds nothing.
+                x = f"{t.name} + 0.0" if self.strict and not t.is_max else t.name
+                out.append(
+                    f"            tl.store({b.name}_ptr + number, {folded(t, x, self.strict)}, mask=number < end)"
+                )
+        return out
+
+    def _tensor(self) -> list[str]:
+        count = f"end * {self.size}" if self.size != "1" else "end"
+        return self._lanes(self.whole, count, "", "", "    ", True)
+
+
+__all__ = ["Frame", "Kernels", "kernels", "needs", "panel_columns"]

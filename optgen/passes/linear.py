@@ -1,0 +1,96 @@
+"""linear: fast maths takes what a sum has in common out of it: host factors of the summands, host addends of a mean.
+
+The sweep then adds up as little as it can; the factor meets one value per row, column, matrix or tensor instead of
+one per element.  An addend leaves only where neither side can be negative, so that nothing cancels.  A product whose
+other factors all stand twice becomes a square, whose root is computed once.
+
+rewrite (ROUNDS):
+    row_sum(mul(mul(h, x), mul(h, x)))               ->  mul(mul(h, h), row_sum(mul(x, x)))
+    div(row_sum(add(mul(x, x), h)), #extent.columns) ->  add(div(row_sum(mul(x, x)), #extent.columns), h), h >= 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optgen.ir import node as ir
+from optgen.ir.node import Node, Rewriter
+from optgen.ir.program import Program
+from optgen.ir.ranges import Intervals
+from optgen.ops import spaces
+
+
+def _factors(node: Node) -> list[Node]:
+    """The factors of a product, from left to right."""
+    out, stack = [], [node]
+    while stack:
+        top = stack.pop()
+        if top.op == "mul" and top.space != spaces.host:
+            stack += reversed(top.args)
+        else:
+            out.append(top)
+    return out
+
+
+def _product(factors: list[Node]) -> Node:
+    out = factors[0]
+    for x in factors[1:]:
+        out = ir.op("mul", out, x)
+    return out
+
+
+def _square(factors: list[Node]) -> Node:
+    """The product; of factors that all stand an even number of times, as a square."""
+    each: dict[int, list[Node]] = {}
+    for x in factors:
+        each.setdefault(x.uid, []).append(x)
+    if any(len(same) % 2 for same in each.values()):
+        return _product(factors)
+    root = _product([x for same in each.values() for x in same[: len(same) // 2]])
+    return ir.op("mul", root, root)
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether it adds up elements."""
+    return node.op.endswith("_sum") and node.args[0].space == spaces.elem
+
+
+def _count(op: str) -> Node | None:
+    """How many elements one result stands for; None where nobody knows it, over the model."""
+    if op == "mat_sum":
+        return ir.op("mul", ir.extent("rows"), ir.extent("columns"))
+    name = {"row_sum": "columns", "col_sum": "rows", "tensor_sum": "elements"}.get(op)
+    return ir.extent(name) if name else None
+
+
+def linear(program: Program) -> Program:
+    """See the module's docstring."""
+    intervals = Intervals(dict(program.ranges))
+    fired = False
+
+    def nonneg(node: Node) -> bool:
+        return intervals(node)[0] >= 0
+
+    def rule(node: Node) -> Node:
+        nonlocal fired
+        if node.op == "div" and _is_sum(node.args[0]) and node.args[1] is _count(node.args[0].op):
+            total, count = node.args
+            (x,) = total.args
+            for rest, addend in (x.args, x.args[::-1]) if x.op == "add" else ():
+                if addend.space == spaces.host and rest.space == spaces.elem and nonneg(rest) and nonneg(addend):
+                    fired = True
+                    return ir.op("add", ir.op("div", rule(ir.op(total.op, rest)), count), addend)
+        if not _is_sum(node):
+            return node
+        factors = _factors(node.args[0])
+        host = [f for f in factors if f.space == spaces.host]
+        others = [f for f in factors if f.space != spaces.host]
+        if not host or not others or _square(others).space != spaces.elem:
+            return node
+        fired = True
+        return ir.op("mul", _product(host), ir.op(node.op, _square(others)))
+
+    rewrite = Rewriter(rule)
+    kept = tuple(replace(k, old=rewrite(k.old), new=rewrite(k.new)) for k in program.kept)
+    new = replace(program.map(rewrite), kept=kept)
+    return replace(new, rules=tuple(sorted({*new.rules, "linear"}))) if fired else program

@@ -1,0 +1,73 @@
+"""Steps of several stages on CPU tensors: their table, and the room that they work in.
+
+A row of the table (optgen/runtime/cpp/stages.h): addresses of p, g, the fields, the temps, the partial results of
+sweeps; address of the dense copy or 0; matrices, rows, columns of the last two dimensions; numel, columns, stream key.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from optgen.runtime import layout, workspace
+from optgen.runtime.cpu import Table
+from optgen.runtime.records import Variant
+from optgen.runtime.workspace import Workspace, matrices
+
+NARROW = 64
+"""Columns below which a matrix is walked as one long row: a tile for each of its rows would be nearly empty."""
+
+
+def dense_copies(variant: Variant, shape: torch.Size) -> int:
+    """How many fp32 tensors of the parameter's shape the widest sweep fills, where it cannot sum as it goes; else 0.
+
+    That is where blocks straddle the rows of matrices, and where rows are very short.
+    """
+    columns = matrices(shape)[2]
+    sweeps = [s for s in variant.stages if s.space == "elem" and s.matrices]
+    straddling = len(shape) > 2 and any(columns % s.block for s in sweeps)
+    if not sweeps or not (straddling or columns < NARROW):
+        return 0
+    from_elements = {t.name for t in workspace.reduced(variant)}
+    return max(1, *(len(from_elements.intersection(s.temps)) for s in sweeps))
+
+
+def table(
+    variant: Variant,
+    shapes: Sequence[torch.Size],
+    streams: Sequence[int],
+    columns: Sequence[Sequence[int]],
+    old: Table | None = None,
+) -> Table:
+    """The table of a bucket's tensors; those without elements are left out.
+
+    columns   addresses of p, g and the fields, for each tensor
+    old       a table for the same shapes: its room is used again, because nothing in it outlives a step
+    """
+    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes)
+    out, elements = array("q"), 0
+    columns = [*columns, *room.columns]
+    for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True):
+        numel = math.prod(shape)
+        if numel:
+            out.extend((*addresses, *matrices(shape), numel, layout.grid(shape)[1], stream))
+            elements += numel
+    return Table(out, len(columns) + 6, elements, room)
+
+
+def make(variant: Variant, shapes: Sequence[torch.Size]) -> Workspace:
+    """Room for the temps, the partial results, and where needed the dense copies of a bucket.
+
+    Its last column holds the addresses of the dense copies, 0 where there is none.
+    """
+    few = workspace.make(variant, shapes, torch.device("cpu"))
+    copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
+    dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32)
+    at, addresses = -(-dense.data_ptr() // 64) * 64, []
+    for count in copies:
+        addresses.append(at if count else 0)
+        at += -(-count * 4 // 64) * 64
+    return Workspace(few.memory, [*few.columns, addresses], few.offsets, dense)

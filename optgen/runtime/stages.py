@@ -1,0 +1,365 @@
+"""Triton's launches of a step of several stages.
+
+All tensors of a bucket share one table (optgen.runtime.launch.stage_rows and, behind it, the addresses of dense
+operands), and every launch has a list of work items:
+
+    sweep                            (tensor, first tile), or (tensor, panel): panels row by row, 64 rows each
+    sweep over dense operands        the same of a tensor that no panels fit, and kernels that add the operands up
+    finish                           partial results become values
+    small work between two sweeps    (tensor, first matrix, end)
+
+Tables and room are kept while the shapes of a bucket's tensors are; where only addresses are new, only the table is
+made again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import layout, sums, workspace
+from optgen.runtime.bucket import Bucket
+from optgen.runtime.records import Stage, Temp, Variant
+
+WIDEST = 2**24
+"""Columns of the widest matrix whose panels are addressed by int32 from their first element."""
+
+FLAT_TILES = 16
+"""Tiles per work item of a sweep over dense operands."""
+
+ENTRIES = 4096
+"""Rows, or columns, of matrices that one program takes between two sweeps, where the tensor's are apart."""
+
+BETWEEN = 8
+"""Warps of the programs between two sweeps."""
+
+FINISHED = 256
+"""Values that a program finishes; lanes of columns."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One launch.
+
+    kernel     its name among the plan's kernels, or a kernel of the prelude
+    tables     its table and work items
+    programs   how many
+    scalars    which host scalars it takes; None: it takes none, and no step key either
+    key        whether the step key follows
+    constants  what is known when it is compiled
+    warps      per program
+    """
+
+    kernel: str | Any
+    tables: list[Tensor]
+    programs: int
+    scalars: tuple[int, ...]
+    key: bool
+    constants: dict[str, Any]
+    warps: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """The launches of a bucket's step, and what of it may be kept.
+
+    ends    after how many calls a stage and all before it are done, those that are functions of matrices not counted
+    lines   the tensors' rows of the table
+    own     aligned or not, each: what of the addresses the launches depend on
+    room    kept alive: the kernels know only its addresses
+    """
+
+    shapes: list[torch.Size]
+    streams: list[int]
+    own: list[bool]
+    room: workspace.Workspace
+    dense: list[list[int]]
+    table: Tensor
+    calls: list[Call] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+
+Rows = Callable[[Sequence[Sequence[int]], workspace.Workspace, Sequence[torch.Size], Sequence[int]], list[list[int]]]
+
+
+def build(
+    bucket: Bucket,
+    kernels: ModuleType,
+    now: tuple[list[torch.Size], list[int], list[list[int]]],
+    old: Plan | None,
+    rows: Rows,
+    panel_rows: int,
+) -> Plan:
+    """The launches for tensors of these shapes, stream keys and columns of addresses.
+
+    old         the launches of the step before
+    rows        makes the table
+    panel_rows  rows per tile of a panel
+    """
+    every, streams, columns = now
+    live = [i for i, shape in enumerate(every) if math.prod(shape)]
+    shapes, streams = [every[i] for i in live], [streams[i] for i in live]
+    columns = [[column[i] for i in live] for column in columns]
+    own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
+    if old is not None and (old.shapes, old.streams, old.own) == (shapes, streams, own):
+        # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
+        table = _table(rows(columns, old.room, shapes, streams), old.dense, bucket.device)
+        for call in old.calls:
+            if call.tables[0] is old.table:
+                call.tables[0] = table
+        old.table = table
+        return old
+    room = workspace.make(bucket.variant, shapes, bucket.device)
+    maker = _Maker(bucket.variant, kernels, shapes, own, room, bucket.device, panel_rows)
+    table = _table(rows(columns, room, shapes, streams), maker.dense, bucket.device)
+    made = Plan(shapes, streams, own, room, maker.dense, table)
+    maker.make(made)
+    return made
+
+
+def _table(lines: list[list[int]], dense: list[list[int]], device: torch.device) -> Tensor:
+    whole = [line + more for line, more in zip(lines, dense, strict=True)]
+    return torch.tensor(whole, dtype=torch.int64).to(device)
+
+
+class _Maker:
+    """Makes the calls of a plan, stage by stage."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        kernels: ModuleType,
+        shapes: list[torch.Size],
+        own: list[bool],
+        room: workspace.Workspace,
+        device: torch.device,
+        panel_rows: int,
+    ) -> None:
+        self.variant, self.kernels, self.shapes, self.own = variant, kernels, shapes, own
+        self.room, self.device, self.panel_rows = room, device, panel_rows
+        self.sizes = [workspace.matrices(shape) for shape in shapes]
+        widths = [columns for _, _, columns in self.sizes]
+        self.fits = [len(shape) <= 2 and width <= WIDEST for shape, width in zip(shapes, widths, strict=True)]
+        self.temps = {t.name: t for t in variant.temps}
+        reduced = [t.name for t in workspace.reduced(variant)]
+        self.values = {t.name: room.columns[i] for i, t in enumerate(variant.temps)}
+        self.partials = {name: room.columns[len(variant.temps) + i] for i, name in enumerate(reduced)}
+        self.operands: Tensor | None = None
+        self.dense = self._dense()
+        self.plan: Plan
+
+    def _dense(self) -> list[list[int]]:
+        """Addresses of dense operands: room for each tensor that no panels fit."""
+        count = max((1 + k for s in self.variant.stages for k in self._operands(s).values()), default=0)
+        size = sum(math.prod(shape) * count for shape, fits in zip(self.shapes, self.fits, strict=True) if not fits)
+        if size:
+            self.operands = torch.empty(size, dtype=torch.float32, device=self.device)
+        out, end = [], self.operands.data_ptr() if self.operands is not None else 0
+        for shape, fits in zip(self.shapes, self.fits, strict=True):
+            step = 0 if fits else 4 * math.prod(shape)
+            out.append([end + k * step for k in range(count)])
+            end += count * step
+        return out
+
+    def _operands(self, stage: Stage) -> dict[str, int]:
+        """Reduction -> number of its dense operand."""
+        found: dict[str, int] = getattr(self.kernels, "DENSE", {}).get(stage.kernel, {})
+        return found
+
+    def make(self, plan: Plan) -> None:
+        """Adds the calls."""
+        self.plan = plan
+        if self.operands is not None:
+            plan.kept.append(self.operands)
+        if not self.shapes:
+            return
+        kernels = [s for s in self.variant.stages if s.space != "call"]
+        for _, level in groupby(kernels, key=lambda s: s.level):
+            stages = list(level)
+            if stages[0].space == "elem":
+                for stage in stages:
+                    self._sweep(stage)
+                    self._finish([self.temps[name] for name in stage.temps if name in self.partials])
+            else:
+                self._between(stages)
+            plan.ends += [len(plan.calls)] * len(stages)
+
+    def _add(
+        self, kernel: str | Any, table: Tensor, work: Tensor, warps: int, constants: dict[str, Any],
+        scalars: tuple[int, ...] = (), key: bool = False,
+    ) -> None:  # fmt: skip
+        if work.shape[0]:
+            self.plan.calls.append(Call(kernel, [table, work], work.shape[0], scalars, key, constants, warps))
+
+    def _items(self, tensors: Sequence[int], counts: Sequence[int], step: int = 1) -> Tensor:
+        """int32 (items, 2): for the tensors, numbers below their counts."""
+        each = torch.tensor([-(-count // step) for count in counts], dtype=torch.int64)
+        tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.int64), each)
+        before = torch.repeat_interleave(each.cumsum(0) - each, each)
+        number = (torch.arange(len(tensor)) - before) * step
+        return torch.stack((tensor, number), dim=1).to(torch.int32).to(self.device)
+
+    def _small_table(self, lines: list[list[int]]) -> Tensor:
+        return torch.tensor(lines, dtype=torch.int64).to(self.device)
+
+    def _sweep(self, stage: Stage) -> None:
+        if stage.matrices:
+            self._panels(stage)
+            self._gathered(stage)
+            return
+        tile = self.kernels.TILE[stage.kernel]
+        sums_up = any(name in self.partials for name in stage.temps)
+        per_item = sums.SEGMENT // tile if sums_up else 4
+        groups: dict[tuple[bool, bool], list[int]] = {}
+        for i, shape in enumerate(self.shapes):
+            rows, columns = layout.grid(shape)
+            groups.setdefault((self.own[i], columns % stage.block != 0 and rows > 1), []).append(i)
+        for (aligned, ragged), tensors in groups.items():
+            counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
+            constants = {"TILES": per_item, "RAGGED": ragged, "ALIGNED": aligned}
+            work = self._items(tensors, counts, per_item)
+            self._add(stage.kernel, self.plan.table, work, 1, constants | {"GRAD": None}, stage.scalars, True)
+
+    @staticmethod
+    def _tiles(shape: torch.Size, block: int, tile: int) -> int:
+        """Tiles of whole blocks, row by row."""
+        rows, columns = layout.grid(shape)
+        return -(-rows * -(-columns // block) // (tile // block))
+
+    def _panels(self, stage: Stage) -> None:
+        width = sums.panel_columns(stage.block)
+        groups: dict[bool, list[int]] = {}
+        for i, fits in enumerate(self.fits):
+            if fits:
+                groups.setdefault(self.own[i] and self.sizes[i][2] % 16 == 0, []).append(i)
+        for aligned, tensors in groups.items():
+            sizes = [self.sizes[i] for i in tensors]
+            counts = [-(-height // sums.PANEL_ROWS) * -(-columns // width) for _, height, columns in sizes]
+            constants = {"ROWS": self.panel_rows, "ALIGNED": aligned, "GRAD": None}
+            work = self._items(tensors, counts)
+            warps = self.kernels.WARPS[stage.kernel]
+            if torch.version.hip is not None:
+                warps = max(warps // 2, 1)  # of 64 lanes
+            self._add(stage.kernel, self.plan.table, work, warps, constants, stage.scalars, True)
+
+    def _gathered(self, stage: Stage) -> None:
+        tensors = [i for i, fits in enumerate(self.fits) if not fits]
+        if not tensors:
+            return
+        tile = max(256, stage.block)
+        counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
+        work = self._items(tensors, counts, FLAT_TILES)
+        constants = {"TILES": FLAT_TILES, "GRAD": None}
+        self._add(f"{stage.kernel}_flat", self.plan.table, work, 1, constants, stage.scalars, True)
+        for name, k in self._operands(stage).items():
+            self._partials(stage, self.temps[name], k, tensors)
+
+    def _partials(self, stage: Stage, temp: Temp, k: int, tensors: Sequence[int]) -> None:
+        """Partial results of a temp, from dense operands."""
+        from optgen.runtime import triton_prelude
+
+        is_max = temp.reduction.endswith("max")
+        lines = [[self.dense[i][k], self.partials[temp.name][i], *self.sizes[i]] for i in tensors]
+        table = self._small_table(lines)
+        if temp.space == "col":
+            counts = [
+                matrices * -(-rows // sums.PANEL_ROWS) * -(-columns // FINISHED)
+                for matrices, rows, columns in (self.sizes[i] for i in tensors)
+            ]
+            work = self._items(range(len(tensors)), counts)
+            self._add(triton_prelude.col_partials, table, work, 4, {"LANES": FINISHED, "MAX": is_max})
+            return
+        width = sums.panel_columns(stage.block)
+        groups: dict[int, list[int]] = {}
+        for j, i in enumerate(tensors):
+            groups.setdefault(_power_of_two(min(width, self.sizes[i][2])), []).append(j)
+        for lanes, some in groups.items():
+            counts = []
+            for j in some:
+                matrices, rows, columns = self.sizes[tensors[j]]
+                counts.append(-(-matrices * rows // 4) * -(-columns // width))
+            constants = {"PANEL": width, "LANES": lanes, "MAX": is_max}
+            self._add(triton_prelude.row_partials, table, self._items(some, counts), 4, constants)
+
+    def _finish(self, temps: Iterable[Temp]) -> None:
+        """Partial results of temps become their values."""
+        from optgen.runtime import triton_prelude
+
+        groups: dict[bool, list[list[int]]] = {}
+        for temp in temps:
+            for i, shape in enumerate(self.shapes):
+                matrices, rows, columns = self.sizes[i]
+                count = workspace.partials(self.variant, temp, shape)
+                if temp.space == "row":
+                    sizes = [1, count // (matrices * rows), matrices * rows]
+                elif temp.space == "col":
+                    sizes = [matrices, count // (matrices * columns), columns]
+                else:
+                    sizes = [0, count, 1]
+                line = [self.partials[temp.name][i], self.values[temp.name][i], *sizes]
+                groups.setdefault(temp.reduction.endswith("max"), []).append(line)
+        for is_max, lines in groups.items():
+            counts = [-(-max(outer, 1) * inner // FINISHED) for _, _, outer, _, inner in lines]
+            work = self._items(range(len(lines)), counts)
+            self._add(triton_prelude.finish, self._small_table(lines), work, 4, {"MAX": is_max})
+
+    def _between(self, stages: Sequence[Stage]) -> None:
+        one = ("tensor", "model")
+        whole = any(s.space in one for s in stages)
+        whole |= any(self.temps[name].space in one for s in stages for name in s.temps)
+        scalars = tuple(dict.fromkeys(k for s in stages for k in s.scalars))
+        groups: dict[int, list[list[int]]] = {}
+        for i, (matrices, rows, columns) in enumerate(self.sizes):
+            widest = max(rows, columns)
+            step = matrices if whole else max(1, ENTRIES // widest)
+            lanes = next((n for n in (4, 32) if widest <= n), 256)
+            lines = [[i, first, min(first + step, matrices)] for first in range(0, matrices, step)]
+            groups.setdefault(lanes, []).extend(lines)
+        for lanes, lines in groups.items():
+            work = torch.tensor(lines, dtype=torch.int32).to(self.device)
+            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LANES": lanes}, scalars)
+
+
+def _power_of_two(n: int) -> int:
+    """The power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def run(
+    plan: Plan,
+    kernels: ModuleType,
+    grad: Any,
+    scalars: Sequence[float],
+    step_key: int,
+    told: Callable[[str], dict[str, int]],
+    begin: int = 0,
+    end: int | None = None,
+) -> None:
+    """The launches of stages [begin, end), by default of all, in order.
+
+    grad  Triton's dtype of the gradients
+    told  kernel -> what else the compiler is told of it
+    """
+    ends = [0, *plan.ends]
+    for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
+        own = isinstance(call.kernel, str)
+        kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
+        arguments = [scalars[k] for k in call.scalars]
+        constants = call.constants | {"GRAD": grad} if "GRAD" in call.constants else call.constants
+        kernel[(call.programs,)](
+            *call.tables,
+            *arguments,
+            *([step_key] if call.key else []),
+            **constants,
+            num_warps=call.warps,
+            enable_fp_fusion=False,
+            **(told(call.kernel) if own else {}),
+        )

@@ -1,0 +1,47 @@
+"""Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix."""
+
+from optgen.lang import (
+    columns, flag, hyper, maximum, newton_schulz, nonneg, optimizer, policies, rows, shape_flag, sqrt, state,
+)  # fmt: skip
+
+
+@optimizer(
+    cite="Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982", matrix="first"
+)
+def muon(
+    p, g, t,
+    momentum_buffer=state(),
+    exp_avg_sq=state(nonneg, when="not matrix or adamw"),
+    *,
+    lr=hyper(1e-3, ge=0),
+    weight_decay=hyper(0.1, ge=0),
+    momentum=hyper(0.95, ge=0, lt=1),
+    ns_coefficients=hyper((3.4445, -4.7750, 2.0315)),
+    eps=hyper(1e-7, gt=0),
+    ns_steps=hyper(5, ge=0, lt=100),
+    adamw_lr=hyper(1e-3, ge=0),
+    adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
+    adamw_eps=hyper(1e-8, gt=0),
+    nesterov=flag(True),
+    match_rms_adamw=flag(False),
+    adamw=flag(False),
+    matrix=shape_flag(lambda shape: len(shape) >= 2),
+):
+    """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix.
+
+    Convolutions are matrices of their output channels.  Groups with adamw=True (embeddings, the head) take AdamW
+    whatever their shape.  match_rms_adamw scales the step so that learning rates of AdamW serve (Moonlight).
+    """
+    if adamw or not matrix:
+        p, momentum_buffer, exp_avg_sq = policies.adamw_step(
+            p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay
+        )
+        return p, momentum_buffer, exp_avg_sq
+    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
+    direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
+    height, width = rows(p), columns(p)
+    scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
+    p = policies.decoupled(p, lr, weight_decay)
+    p = p - lr * scale * direction
+    return p, momentum_buffer, exp_avg_sq

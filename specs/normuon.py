@@ -1,0 +1,44 @@
+"""NorMuon: Muon whose orthogonal step is evened out over the rows; AdamW for everything that is no matrix."""
+
+from optgen.lang import (
+    columns, flag, hyper, maximum, newton_schulz, nonneg, norm, optimizer, policies, row, row_mean, rows,
+    shape_flag, sqrt, state,
+)  # fmt: skip
+
+
+@optimizer(cite="Li et al. 2025, arXiv:2510.05491, algorithm 1", name="NorMuon", matrix="first")
+def normuon(
+    p, g, t,
+    momentum_buffer=state(),
+    exp_avg_sq=state(nonneg, when="not matrix or adamw"),
+    row_sq=row(nonneg, when="matrix and not adamw"),
+    *,
+    lr=hyper(1e-3, ge=0),
+    weight_decay=hyper(0.1, ge=0),
+    betas=hyper((0.95, 0.95), ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    ns_steps=hyper(5, ge=0, lt=100),
+    adamw_lr=hyper(1e-3, ge=0),
+    adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
+    adamw=flag(False),
+    matrix=shape_flag(lambda shape: len(shape) >= 2),
+):
+    """NorMuon: Muon whose orthogonal step is evened out over the rows; AdamW for everything that is no matrix.
+
+    Convolutions are matrices of their output channels.  Groups with adamw=True (embeddings, the head) take AdamW
+    whatever their shape.
+    """
+    if adamw or not matrix:
+        p, momentum_buffer, exp_avg_sq = policies.adamw_step(
+            p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay
+        )
+        return p, momentum_buffer, exp_avg_sq, row_sq
+    beta1, beta2 = betas
+    momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
+    direction = newton_schulz(momentum_buffer, ns_steps)
+    row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
+    even = direction / (sqrt(row_sq) + eps)
+    size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
+    p = policies.decoupled(p, lr, weight_decay)
+    p = p - lr * size * even
+    return p, momentum_buffer, exp_avg_sq, row_sq

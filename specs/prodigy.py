@@ -1,0 +1,44 @@
+"""Prodigy: Adam whose learning rate follows an estimate of how far the weights have to go."""
+
+from optgen.lang import (
+    equal, flag, hyper, maximum, minimum, model_dot, model_state, model_total, nonneg, optimizer, policies, sqrt,
+    state, where,
+)  # fmt: skip
+
+
+@optimizer(cite="Mishchenko & Defazio 2024, arXiv:2306.06101")
+def prodigy(
+    p, g, t,
+    exp_avg=state(),
+    exp_avg_sq=state(nonneg),
+    s=state(),
+    p0=state(init="param"),
+    d=model_state(nonneg, init="d0"),
+    d_max=model_state(nonneg, init="d0"),
+    d_numerator=model_state(),
+    *,
+    lr=hyper(1.0, gt=0),
+    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    eps=hyper(1e-8, gt=0),
+    weight_decay=hyper(0.0, ge=0),
+    d0=hyper(1e-6, gt=0),
+    d_coef=hyper(1.0, gt=0),
+    growth_rate=hyper(3e38, gt=0),
+    use_bias_correction=flag(False),
+    safeguard_warmup=flag(False),
+):
+    beta1, beta2 = betas
+    beta3 = sqrt(beta2)
+    rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
+    s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
+    d_denom = model_total(abs(s))
+    d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
+    raised = where(equal(d, d0), maximum(d, d_hat), d)
+    d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
+    d = minimum(d_max, raised * growth_rate)
+    p = policies.decoupled(p, rate, weight_decay)
+    p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+    return p, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator

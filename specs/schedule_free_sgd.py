@@ -1,0 +1,37 @@
+"""Schedule-Free SGD: no decay of the learning rate; the model is evaluated with an average of its weights."""
+
+from optgen.lang import hyper, maximum, minimum, optimizer, scalar, state
+
+
+def average(p, z, *, momentum):
+    """x from y and z: what to evaluate, and what to keep in the end."""
+    return p + (1 - 1 / momentum) * (z - p)
+
+
+@optimizer(cite="Defazio et al. 2024, arXiv:2405.15682", name="ScheduleFreeSGD", evaluate=average)
+def schedule_free_sgd(
+    p, g, t,
+    z=state(init="param"),
+    weight_sum=scalar(0.0),
+    lr_max=scalar(0.0),
+    *,
+    lr=hyper(1.0, ge=0),
+    momentum=hyper(0.9, gt=0, lt=1),
+    weight_decay=hyper(0.0, ge=0),
+    warmup_steps=hyper(0, ge=0),
+    r=hyper(0.0, ge=0),
+    weight_lr_power=hyper(2.0, ge=0),
+):
+    """Schedule-Free SGD: no decay of the learning rate; the model is evaluated with an average of its weights.
+
+    p is y, where gradients are taken; call eval() and train() of the optimizer with those of the model.
+    """
+    rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
+    lr_max = maximum(lr_max, rate)
+    weight = t**r * lr_max**weight_lr_power
+    weight_sum = weight_sum + weight
+    c = weight / maximum(weight_sum, 1e-300)
+    step = g + weight_decay * p
+    p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
+    z = z - rate * step
+    return p, z, weight_sum, lr_max

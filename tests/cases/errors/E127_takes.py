@@ -1,0 +1,12 @@
+from optgen.lang import hyper, optimizer, state
+
+
+def average(p, other):
+    return (p + other) / 2
+
+
+@optimizer(evaluate=average)
+def averaged(p, g, z=state(init="param"), *, lr=hyper(1e-3)):
+    z = z - lr * g
+    p = p + 0.1 * (z - p)
+    return p, z

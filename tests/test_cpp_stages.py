@@ -1,0 +1,259 @@
+"""Steps of several stages: C++ kernels give the eager reference's bits in strict maths, and keep fast maths' bound."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optgen
+from optgen.formats import Blocked
+from optgen.lang import (
+    amax,
+    col,
+    col_max,
+    col_mean,
+    hyper,
+    mat_mean,
+    maximum,
+    mean,
+    nonneg,
+    norm,
+    optimizer,
+    row,
+    row_max,
+    row_mean,
+    rsqrt,
+    state,
+)  # fmt: skip
+from optgen.runtime import cpu, cpu_stages, native
+from optgen.verify.intervals import FAST
+from specs import plans
+from tests import product
+from tests.harness import same_bits
+from tests.product import Cell, Run, at_shape, build
+from tests.test_properties import code_distance, draws, gradient
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+
+# Of each way to walk: panels with ragged, short and several panels, bands with and without a rest, flat, matrices in a
+# stack that begin on blocks and that do not; without elements.
+SHAPES = [
+    (130, 150), (64, 2048), (200, 1100), (1, 300), (300, 1), (70, 3, 3, 3), (20000,), (), (0,), (3, 0), (3, 5, 128),
+    (2, 70, 70), (65, 512),
+]  # fmt: skip
+ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
+RULES = (
+    "adafactor", "adafactor_paper", "adam_mini", "cautious_adamw", "cautious_lion", "clipped_adamw", "dadapt_adam",
+    "fromage", "lars", "mars", "novograd", "orthograd", "prodigy", "sm3", "stable_adamw",
+)  # fmt: skip
+
+
+@optimizer(cite="none", name="Statistics")
+def statistics(
+    p, g, m=state(), r=row(nonneg), c=col(nonneg), s=row(nonneg), *, lr=hyper(1e-2, ge=0), eps=hyper(1e-3, gt=0)
+):  # fmt: skip
+    """Sums and maxima of one value, of rows, columns, matrices and the tensor; few values reduced again."""
+    square = g * g + eps
+    r = 0.5 * r + row_mean(square)
+    s = maximum(s, row_max(square))
+    c = 0.5 * c + maximum(col_mean(square), 0.1 * col_max(square))
+    update = g * rsqrt(r / mat_mean(r) + s / mean(s)) * rsqrt(c + amax(square))
+    m = 0.9 * m + 0.1 * update
+    p = p - lr * m / maximum(1.0, norm(update) / 10.0) - lr * mat_mean(m) * row_max(-m)
+    return p, m, r, c, s
+
+
+def train(
+    cls: Any, backend: str, dtype: torch.dtype, plan: str, shapes: Sequence[tuple[int, ...]],
+    grad: torch.dtype | None = None, odd: float | None = None,
+) -> tuple[list[Tensor], list[dict[str, Any]], Any]:  # fmt: skip
+    """(weights, states, the optimizer) after three steps; `odd`: a number that stands in the last gradients."""
+    draw = torch.Generator().manual_seed(5)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes]
+    opt = cls(params, backend=backend, plan=plan, lr=1e-2)
+    for step in range(3):
+        for p in params:
+            scale = 10.0 ** float(torch.randint(-6, 3, (), generator=draw))
+            p.grad = (torch.randn(p.shape, generator=draw) * scale).to(dtype)
+            if step == 2 and odd is not None and p.numel():
+                p.grad.view(-1)[p.numel() // 2] = odd
+            if grad is not None:
+                p.grad_dtype = None
+                p.grad = p.grad.to(grad)
+        opt.step()
+    return [p.detach() for p in params], [dict(opt.state[p]) for p in params], opt
+
+
+def compare(ours: Any, theirs: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Bit for bit, where a NaN is a NaN."""
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        if same_bits(a, b):
+            return True
+        return a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(), b.nan_to_num())
+
+    for shape, a, b, s, t in zip(shapes, ours[0], theirs[0], ours[1], theirs[1], strict=True):
+        assert same(a, b), shape
+        assert s.keys() == t.keys()
+        for key, value in s.items():
+            assert same(value, t[key]) if isinstance(value, Tensor) else value == t[key], (shape, key)
+
+
+def dtype_for(plan: str) -> torch.dtype:
+    return torch.float32 if plan == "fp32" else torch.bfloat16
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24", "bf16"])
+@pytest.mark.parametrize("name", ["lamb", "came"])
+def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second and third step are replayed."""
+    monkeypatch.setenv("OPTGEN_ISA", isa)
+    cls = optgen.compile(name, plan, maths="strict")
+    ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
+    theirs = train(cls, "cpp", dtype_for(plan), plan, SHAPES)
+    compare(ours, theirs, SHAPES)
+    assert theirs[2]._replay.last is not None
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_same_bits_for_gradients_of_another_dtype(plan: str) -> None:
+    cls = optgen.compile("came", plan, maths="strict")
+    grad = torch.float16 if plan == "fp32" else torch.float32
+    ours = train(cls, "reference", dtype_for(plan), plan, SHAPES, grad)
+    compare(ours, train(cls, "cpp", dtype_for(plan), plan, SHAPES, grad), SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+@pytest.mark.parametrize("name", RULES)
+def test_same_bits_for_every_rule(name: str, plan: str) -> None:
+    cls = optgen.compile(name, plan, maths="strict")
+    ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
+    compare(ours, train(cls, "cpp", dtype_for(plan), plan, SHAPES), SHAPES)
+
+
+MATRICES = [shape for shape in SHAPES if len(shape) > 1]
+
+
+@pytest.mark.parametrize("odd", [None, float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("block", [1, 16, 128])
+def test_sums_and_maxima_of_one_value(block: int, odd: float | None) -> None:
+    """Narrow and wide panels; a NaN wins every maximum."""
+    plan = plans.fp32 if block == 1 else plans.int8_split24.but(f"blocks_of_{block}", signed=Blocked(8, block))
+    cls = optgen.compile(statistics, plan, maths="strict")
+    dtype = dtype_for(plan.name)
+    ours = train(cls, "reference", dtype, plan.name, MATRICES, odd=odd)
+    compare(ours, train(cls, "cpp", dtype, plan.name, MATRICES, odd=odd), MATRICES)
+
+
+@pytest.mark.parametrize("maths", ["strict", "fast"])
+@pytest.mark.parametrize(("name", "plan"), [("lamb", "int8_split24"), ("came", "int8_split24"), ("came", "fp32")])
+def test_any_number_of_threads_gives_the_same_bits(
+    name: str, plan: str, maths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = optgen.compile(name, plan, maths=maths)
+    found = []
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(cpu, "threads", lambda elements, threads=threads: threads)
+        found.append(train(cls, "cpp", dtype_for(plan), plan, SHAPES))
+    compare(found[0], found[1], SHAPES)
+    compare(found[0], found[2], SHAPES)
+
+
+FAST_CELLS = [Cell("lamb", "int8_split24"), Cell("came", "int8_split24"), Cell("came", "fp32")]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cell", FAST_CELLS, ids=str)
+def test_fast_maths_is_within_its_bound_of_the_oracle(cell: Cell, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From strict's state and random bits: only a value beside a threshold takes another code."""
+    monkeypatch.setenv("OPTGEN_ISA", isa)
+    cls = optgen.compile(cell.spec, cell.plan)
+    for shape in ((64, 128), (70, 150)):
+        built, draw = build(at_shape(cell, shape)), draws(cell, 11)
+        run = Run(built, torch.randn(shape, generator=draw), lr=1e-2)
+        run.step(gradient(torch.empty(shape), 1e-2, draw, cell.param))
+        for _ in range(2):
+            g = gradient(torch.empty(shape), 1e-2, draw, cell.param)
+            fast = run.copy()
+            p = torch.nn.Parameter(fast.buffers.pop("p"))
+            p.grad = g
+            opt = cls([p], backend="cpp", plan=cell.plan, **{k: fast.hypers[k] for k in ("lr",)})
+            opt.state[p] = {**fast.buffers, "step": run.steps}
+            opt.step()
+            fast.buffers = {"p": p.detach(), **{k: v for k, v in opt.state[p].items() if k != "step"}}
+            after = fast.decoded()
+            inside = built.enclose(run.enclosed(FAST), g, run.options, kept=after)
+            report = product.differential.compare(after, inside, run.oracle(g))
+            assert report.ok, [report.worst[name] for name in report.broken]
+            run.step(g)
+            for name, fmt in built.storage.states.items():
+                if fmt.fields().keys() - {""}:
+                    assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name
+
+
+def test_stages_in_two_calls_are_the_step() -> None:
+    """What stands between two levels may be done by the host."""
+    cls = optgen.compile("came", "int8_split24", maths="strict")
+    shapes = [(130, 150), (3, 5, 128)]
+    whole = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
+    cut = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
+    function, given = stages_of(cut[2])
+    count = len(cut[2]._replay.last.parts[0].variant.stages)
+    assert function(*given, -1, count) and function(*given, 0, count + 1)
+    for k in range(count):
+        assert function(*given, k, k + 1) == 0
+    function, given = stages_of(whole[2])
+    assert function(*given, 0, count) == 0
+    compare(whole, cut, shapes)
+    assert not same_bits(whole[0][0], train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)[0][0])
+
+
+def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
+    """`optgen_stages` of an optimizer's first bucket, and all arguments but the range."""
+    part = opt._replay.last.parts[0]
+    (library,) = native.load([cpu.job(plan_module(opt, part), part.variant.kernel_name, torch.bfloat16)])
+    assert isinstance(library, ctypes.CDLL)
+    function = library.optgen_stages
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 4)
+    return function, (part.table.address, part.table.tensors, part.scalars, 17, 2)
+
+
+def plan_module(opt: Any, part: Any) -> Any:
+    from optgen.runtime import plans as loaded
+
+    return loaded.load(type(opt), "int8_split24")
+
+
+def test_room_is_kept_while_shapes_are_the_same() -> None:
+    cls = optgen.compile("came", "int8_split24", maths="strict")
+    params, _, opt = train(cls, "cpp", torch.bfloat16, "int8_split24", [(130, 150)])
+    (tables,) = opt._launcher._used.values()
+    room, rows = tables.table.room, tables.table.rows
+    p = opt.param_groups[0]["params"][0]
+    p.data = p.data.clone()
+    opt.step()
+    (tables,) = opt._launcher._used.values()
+    assert tables.table.room is room
+    assert tables.table.rows is not rows
+    assert params[0].data_ptr() == rows[0] != tables.table.rows[0] == p.data_ptr()
+
+
+def test_dense_copies_are_made_only_where_tiles_cannot_be_summed() -> None:
+    module = plan_module_of("came", "int8_split24")
+    variant = next(v for v in module.VARIANTS if v.param == "bfloat16" and v.flags["factored"] and not v.small)
+    sizes = {s: cpu_stages.dense_copies(variant, torch.Size(s)) for s in [*MATRICES, (4096, 4096)]}
+    assert {s for s, n in sizes.items() if n} == {(300, 1), (70, 3, 3, 3), (3, 0), (2, 70, 70)}
+    assert set(sizes.values()) == {0, 2}
+
+
+def plan_module_of(name: str, plan: str) -> Any:
+    from optgen.runtime import plans as loaded
+
+    return loaded.load(optgen.compile(name, plan, maths="strict"), plan)

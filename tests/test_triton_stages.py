@@ -1,0 +1,356 @@
+"""Steps of several sweeps through Triton: in strict maths, interpreted, they give eager torch's bits.
+
+Tensors of all kinds of shapes lie in one bucket: matrices that fill panels and that do not, rows longer and shorter
+than a panel, more than two dimensions, where blocks straddle rows, vectors, a scalar, and nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from optgen.driver import emit
+from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
+from optgen.lang import (
+    Spec,
+    amax,
+    col,
+    col_max,
+    dot,
+    hyper,
+    mat_mean,
+    maximum,
+    mean,
+    nonneg,
+    optimizer,
+    row,
+    row_max,
+    row_mean,
+    sqrt,
+    state,
+    tensor_state,
+    total,
+)
+from optgen.runtime import launch, stages
+from specs import plans
+from specs.came import came
+from specs.lamb import lamb
+
+# The interpreter computes in lanes that hold nothing, too.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
+
+ROOT = Path(__file__).parents[1]
+Shapes = Sequence[tuple[int, ...]]
+
+
+def coded(block: int) -> Plan:
+    """int8_split24 in other blocks, for tensors of any size."""
+    return Plan(
+        "8-bit states.",
+        name=f"blocks{block}",
+        master=Split(8, "stochastic"),
+        signed=Blocked(8, block, softsign(1), scales.ue8m8, relative=True),
+        nonneg=LogMinMax(8, block, of="sqrt"),
+        small_numel=0,
+    )
+
+
+PLANS = {"fp32": plans.fp32, "bf16_sr": plans.bf16_sr, "int8_split24": plans.int8_split24}
+PLANS |= {f"blocks{b}": coded(b) for b in (16, 512)}
+
+
+@optimizer()
+def extremes(
+    p, g,
+    m=state(),
+    top=row(nonneg),
+    side=col(nonneg),
+    all_time=tensor_state(nonneg),
+    *,
+    lr=hyper(1e-2, ge=0),
+    beta=hyper(0.9, ge=0, lt=1),
+):  # fmt: skip
+    """Maxima of rows, columns and the tensor, means of matrices, and the dot product of two moments."""
+    m = beta * m + (1 - beta) * g
+    top = maximum(beta * top, row_max(abs(g)))
+    side = maximum(beta * side, col_max(abs(g)))
+    level = mat_mean(top) + mat_mean(side)
+    all_time = maximum(all_time, amax(-g))
+    turn = dot(m, g) / (1 + mean(side) + row_mean(m * m))
+    p = p - lr * (m / (level + sqrt(top * side) + all_time + 1e-8) + 0.01 * turn * g)
+    return p, m, top, side, all_time
+
+
+@optimizer()
+def largest(p, g, m=state(), seen=tensor_state(nonneg), *, lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1)):
+    """Maxima and sums of whole tensors, which vectors have too."""
+    seen = maximum(beta * seen, amax(abs(g)))
+    m = beta * m + (1 - beta) * g / (seen + 1e-8)
+    p = p - lr * m * (1 + total(m) / (1 + total(abs(p))))
+    return p, m, seen
+
+
+@cache
+def built(spec: Spec, plan: Plan, maths: str, folder: Path) -> Any:
+    """The optimizer's class, from a package of its own."""
+    root = folder / f"stages_{spec.name}_{plan.name}_{maths}"
+    for name, text in emit.emit_plan(spec, plan, maths=maths).items():  # type: ignore[arg-type]
+        file = root / plan.name / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    (root / "__init__.py").write_text(emit.emit_class(spec, (plan.name,)), encoding="utf-8")
+    found = importlib.util.spec_from_file_location(
+        root.name, root / "__init__.py", submodule_search_locations=[str(root)]
+    )
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    sys.modules[root.name] = module
+    found.loader.exec_module(module)
+    return getattr(module, spec.class_name)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    folder = tmp_path_factory.mktemp("packages")
+    return lambda spec, plan, maths="strict": built(spec, PLANS[plan], maths, folder)
+
+
+Result = tuple[list[Tensor], list[dict[str, Any]]]
+
+
+def trained(made: Any, shapes: Shapes, backend: str, dtype: torch.dtype, steps: int = 3, **tuning: int) -> Result:
+    """Weights and states after a few steps with gradients of many sizes."""
+    draw = torch.Generator().manual_seed(len(shapes))
+    params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(dtype)) for s in shapes]
+    opt = made(params, lr=1e-2, backend=backend)
+    with launch.tuned(launch.Tuning(**tuning)):
+        for _ in range(steps):
+            for p in params:
+                size = 10.0 ** float(torch.randint(-3, 2, (), generator=draw))
+                p.grad = (torch.randn(p.shape, generator=draw) * size).to(dtype)
+            opt.step()
+    return [p.data for p in params], [dict(opt.state[p]) for p in params]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def assert_same(one: Result, other: Result, shapes: Shapes) -> None:
+    for a, b, s, t, shape in zip(one[0], other[0], one[1], other[1], shapes, strict=True):
+        assert torch.equal(bits(a), bits(b)), (shape, "p")
+        assert s.keys() == t.keys()
+        for key in s:
+            same = torch.equal(bits(s[key]), bits(t[key])) if isinstance(s[key], Tensor) else s[key] == t[key]
+            assert same, (shape, key)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many kernels each step of several stages launched: that eager torch did not step in silently."""
+    counts: list[int] = []
+    run = stages.run
+
+    def counted(plan: stages.Plan, *rest: Any) -> None:
+        counts.append(len(plan.calls))
+        run(plan, *rest)
+
+    monkeypatch.setattr(stages, "run", counted)
+    return counts
+
+
+def case(spec: Spec, plan: str, shapes: Shapes, *, slow: bool = False) -> Any:
+    """A case of the test below; `slow`: more than ten seconds, for tensors of more than a segment or many shapes."""
+    dtype = torch.float32 if plan == "fp32" else torch.bfloat16
+    name = f"{spec.name}-{plan}-{'-'.join('x'.join(map(str, s)) or 'scalar' for s in shapes)}"
+    return pytest.param(spec, plan, dtype, shapes, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+CASES = [
+    case(lamb, "fp32", [(7, 150), (5, 3, 70), (17000,), (), (300,), (0,)]),
+    case(lamb, "blocks16", [(5, 70), (3, 128), (300,), ()]),
+    case(lamb, "blocks512", [(3, 1030), (700,)]),
+    case(lamb, "int8_split24", [(40, 150), (3, 128), (17000,), ()], slow=True),
+    case(lamb, "bf16_sr", [(5, 70), (300,)]),
+    case(came, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5), (), (300,)]),
+    case(came, "blocks16", [(66, 70), (3, 300), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5), ()]),
+    case(came, "blocks512", [(3, 1030)], slow=True),
+    case(came, "int8_split24", [(70, 150), (9, 1030), (66, 70), (3, 30, 70)], slow=True),
+    case(came, "int8_split24", [(17000,), ()], slow=True),
+    case(came, "bf16_sr", [(66, 150), (2, 3, 70), (300,)]),
+    case(extremes, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5)]),
+    case(extremes, "blocks16", [(3, 300), (66, 1), (2, 3, 70)]),
+    case(largest, "fp32", [(40, 150), (2, 3, 70), (17000,), (), (0,)]),
+    case(largest, "blocks16", [(300,), (5, 70)]),
+    case(largest, "int8_split24", [(17000,), (5, 70)], slow=True),
+]
+
+
+@pytest.mark.parametrize(("spec", "plan", "dtype", "shapes"), CASES)
+def test_strict_kernels_give_the_bits_of_eager_torch(
+    spec: Spec, plan: str, dtype: torch.dtype, shapes: Shapes, build: Callable[..., Any], launches: list[int]
+) -> None:
+    made = build(spec, plan)
+    eager = trained(made, shapes, "reference", dtype)
+    assert not launches
+    assert_same(eager, trained(made, shapes, "triton", dtype, rows=8), shapes)
+    assert len(launches) >= 3
+    assert all(launches)
+
+
+def test_rows_per_tile_change_no_bit(build: Callable[..., Any]) -> None:
+    shapes: Shapes = [(9, 150), (3, 70)]
+    made = build(came, "blocks16")
+    runs = [trained(made, shapes, "triton", torch.bfloat16, steps=1, rows=rows) for rows in (1, 2, 8)]
+    for run in runs[1:]:
+        assert_same(runs[0], run, shapes)
+
+
+def test_the_company_of_other_tensors_changes_no_bit(build: Callable[..., Any]) -> None:
+    made = build(lamb, "blocks16")
+    draw = torch.Generator().manual_seed(3)
+    values = [torch.randn(s, generator=draw).bfloat16() for s in [(300,), (4, 70), (2, 128)]]
+
+    def stepped(some: Sequence[int]) -> list[Tensor]:
+        params = [torch.nn.Parameter(values[i].clone()) for i in some]
+        for i, p in zip(some, params, strict=True):
+            p.grad = values[i] * 0.1
+        # Names, not positions, say which random bits are drawn.
+        made([(f"tensor {i}", p) for i, p in zip(some, params, strict=True)], lr=1e-2, backend="triton").step()
+        return [p.data for p in params]
+
+    together = stepped([2, 0, 1])
+    for k, i in enumerate((2, 0, 1)):
+        (alone,) = stepped([i])
+        assert torch.equal(bits(together[k]), bits(alone))
+
+
+def test_launches_are_kept_while_only_addresses_change(build: Callable[..., Any]) -> None:
+    p = torch.nn.Parameter(torch.ones(5, 70))
+    opt = build(came, "fp32")([p], lr=1e-2, backend="triton")
+    kept = []
+    for size in (1.0, 2.0):
+        p.grad = torch.full((5, 70), size)
+        opt.step()
+        (tables,) = opt._launcher._used.values()
+        kept.append((tables.staged, tables.staged.table, tables.staged.room.memory.data_ptr()))
+    assert kept[0][0] is kept[1][0]
+    assert kept[0][2] == kept[1][2]
+    assert kept[0][1] is not kept[1][1]
+
+
+def test_what_is_not_finite_reaches_all_that_is_summed_with_it(build: Callable[..., Any]) -> None:
+    """A NaN in a row makes its row's and its column's statistics NaN, as in eager torch; a maximum keeps it too."""
+    made = build(extremes, "fp32")
+    for backend in ("reference", "triton"):
+        p = torch.nn.Parameter(torch.ones(6, 40))
+        p.grad = torch.ones(6, 40)
+        p.grad[2, 7] = float("nan")
+        opt = made([p], lr=1e-2, backend=backend)
+        opt.step()
+        assert opt.state[p]["top"].isnan().nonzero().tolist() == [[2, 0]]
+        assert opt.state[p]["side"].isnan().nonzero().tolist() == [[0, 7]]
+        assert opt.state[p]["all_time"].isnan()
+
+
+# The relative error of a rounding, and of a quotient, a root or a reciprocal in fast maths: 4 units of 2^-23.
+ROUNDING, APPROXIMATE = 2.0**-24, 4 * 2.0**-23
+
+
+def depth(shape: tuple[int, ...]) -> int:
+    """The most additions that a summand goes through in any sum of a tensor with two dimensions or fewer, or of few
+    matrices: a panel's, those of the panels, and 256 lanes of what is left."""
+    rows, columns = shape[-2:] if len(shape) > 1 else (1, shape[0])
+    panels = -(-columns // 1024) + -(-rows // 64)
+    return 64 + panels + -(-max(rows, columns) // 256) + 8
+
+
+@pytest.mark.parametrize("shape", [(70, 150), (2, 3, 70), (300,)], ids=str)
+def test_fast_maths_is_within_its_roundings_of_strict(shape: tuple[int, ...], build: Callable[..., Any]) -> None:
+    """At CAME's first step all that is summed is positive and nothing cancels, so relative errors add up: along a path
+    from the gradient to the weight stand eight sums (rows, columns and matrices of two statistics, the tensor of one),
+    and fewer than 64 other operations, whichever they are.
+    """
+    strict = trained(build(came, "fp32"), [shape], "reference", torch.float32, steps=1)
+    fast = trained(build(came, "fp32", "fast"), [shape], "triton", torch.float32, steps=1)
+    bound = 2 * (8 * depth(shape) * ROUNDING + 64 * APPROXIMATE)
+    for key in strict[1][0]:
+        if key != "step":
+            a, b = strict[1][0][key].double(), fast[1][0][key].double()
+            assert a.abs().max() > 0, key
+            assert ((a - b).abs() <= bound * a.abs()).all(), key
+    # The weight is rounded once in either maths, and moves by what is off by so much.
+    draw = torch.Generator().manual_seed(1)
+    before, after = torch.randn(shape, generator=draw).double(), strict[0][0].double()
+    apart = (after - fast[0][0].double()).abs()
+    assert (apart <= bound * (after - before).abs() + 4 * ROUNDING * before.abs()).all()
+
+
+@pytest.mark.parametrize("spec", [lamb, came], ids=lambda x: x.name)
+def test_fast_codes_are_beside_those_of_strict(spec: Spec, build: Callable[..., Any]) -> None:
+    """From the same state, the same random bits: only a value beside a threshold takes another code."""
+    shapes: Shapes = [(21, 150), (2, 3, 70), (300,)]
+    strict = trained(build(spec, "blocks16"), shapes, "reference", torch.bfloat16, steps=1)
+    fast = trained(build(spec, "blocks16", "fast"), shapes, "triton", torch.bfloat16, steps=1)
+    for s, t in zip(strict[1], fast[1], strict=True):
+        for key in (k for k in s if isinstance(s[k], Tensor) and s[k].dtype == torch.uint8 and k != "weight_low"):
+            apart = (s[key].int() - t[key].int()).abs()
+            assert apart.max() <= 1, key
+            assert (apart > 0).double().mean() < 0.02, key
+
+
+def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = importlib.import_module(f"{build(lamb, 'fp32').__module__}.fp32")
+    variant = plan.VARIANTS[0]
+    assert launch.able("triton", plan, variant) == "triton"
+    monkeypatch.setattr(launch.plans, "part", lambda *_: ModuleType("empty"))
+    assert launch.able("triton", plan, variant) == "reference"
+    assert launch.able("cpp", plan, variant) == "reference"
+
+
+# Compiled, without a GPU ----------------------------------------------------------------------------------------------
+
+
+def counted(compiling: dict[str, str], *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(kernel, target) -> its counts."""
+    command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), "--stages", "--json", *arguments]
+    done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(row["kernel"], row["target"]): row for row in rows}
+
+
+def test_nothing_spills_and_the_sweep_for_sums_of_squares_is_cheap(compiling: dict[str, str]) -> None:
+    """CAME's first sweep reads the gradient, a conversion, a square and two sums: 4.8 instructions were counted."""
+    found = counted(compiling, "--target", "sm_90")
+    assert {kernel.rsplit(".", 1)[0] for kernel, _ in found} > {"came.int8_split24", "lamb.int8_split24", "finish"}
+    for key, counts in found.items():
+        assert counts["stack"] == 0, key
+    first = found["came.int8_split24.1", "sm_90"]
+    assert first["per_element"] <= 5
+    assert set(first["loads"]) == {"128"}
+
+
+@pytest.mark.slow
+def test_nothing_spills_on_any_target(compiling: dict[str, str]) -> None:
+    found = counted(compiling)
+    assert {target for _, target in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert len(found) == 4 * len({kernel for kernel, _ in found})
+    for key, counts in found.items():
+        assert counts["stack"] == 0, key

@@ -1,0 +1,365 @@
+"""Rules that look at the whole model, change from step to step, evaluate other weights, or multiply matrices.
+
+The oracles are the authors' own packages, torch, and the wrapped rule itself.  Each is run in fp64 and in fp32 on the
+same gradients: ours (fp32) may be no further from the fp64 path than twice the package's own fp32 run, and 4 ulp.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optgen
+
+ULP = 2.0**-23
+SHAPES = ((40, 30), (30,), (1, 7), (7, 1), (4, 3, 5), (6, 2, 3, 3), ())
+
+
+def compiled(name: str, plan: str = "fp32") -> Any:
+    return optgen.compile(name, plan=plan)
+
+
+def weights(shapes: Sequence[tuple[int, ...]], seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+def gradients(shapes: Sequence[tuple[int, ...]], steps: int, seed: int = 1) -> list[list[Tensor]]:
+    """Noise around a direction that stays, so that estimates of distances have something to find."""
+    g = torch.Generator().manual_seed(seed)
+    drift = [torch.randn(shape, generator=g) for shape in shapes]
+    return [[0.5 * d + torch.randn(d.shape, generator=g) for d in drift] for _ in range(steps)]
+
+
+def walk(
+    make: Callable[[list[torch.nn.Parameter]], Any],
+    start: Sequence[Tensor],
+    steps: Sequence[Sequence[Tensor]],
+    dtype: torch.dtype,
+    after: Callable[[Any], None] = lambda opt: None,
+) -> tuple[list[Tensor], Any]:
+    """The weights after all steps, fp64, and the optimizer."""
+    params = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in start]
+    opt = make(params)
+    for gs in steps:
+        for p, g in zip(params, gs, strict=True):
+            p.grad = g.to(dtype, copy=True)
+        opt.step()
+    after(opt)
+    return [p.detach().double() for p in params], opt
+
+
+def hold(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Ours lies no further from the fp64 path than twice the other fp32 run, and 4 ulp of the weights' size."""
+    for a, b, x in zip(ours, theirs, exact, strict=True):
+        allowed = 2 * (b - x).abs().max() + 4 * ULP * x.abs().max()
+        assert (a - x).abs().max() <= allowed
+        assert torch.isfinite(a).all()
+
+
+# -- Schedule-Free
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 12), ({"weight_decay": 0.1, "warmup_steps": 5}, 20), ({"r": 1.0, "weight_lr_power": 0.0, "lr": 0.05}, 20)],
+)
+def test_schedule_free_adamw_is_the_authors(options: dict[str, Any], steps: int) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def theirs(params: list[torch.nn.Parameter]) -> Any:
+        opt = schedulefree.AdamWScheduleFree(params, foreach=False, **options)
+        opt.train()
+        return opt
+
+    cls = compiled("schedule_free_adamw")
+    start, gs = weights(SHAPES), gradients(SHAPES, steps)
+    for after in (lambda opt: None, lambda opt: opt.eval()):
+        exact, _ = walk(theirs, start, gs, torch.float64, after)
+        other, _ = walk(theirs, start, gs, torch.float32, after)
+        ours, _ = walk(lambda params: cls(params, plan="fp32", **options), start, gs, torch.float32, after)
+        hold(ours, other, exact)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": 0.5, "weight_decay": 0.01, "warmup_steps": 4}])
+def test_schedule_free_sgd_is_the_authors(options: dict[str, Any]) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def theirs(params: list[torch.nn.Parameter]) -> Any:
+        opt = schedulefree.SGDScheduleFree(params, foreach=False, **options)
+        opt.train()
+        return opt
+
+    cls = compiled("schedule_free_sgd")
+    start, gs = weights(SHAPES), gradients(SHAPES, 20)
+    exact, _ = walk(theirs, start, gs, torch.float64)
+    other, _ = walk(theirs, start, gs, torch.float32)
+    ours, _ = walk(lambda params: cls(params, plan="fp32", **options), start, gs, torch.float32)
+    hold(ours, other, exact)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24", "bf16_sr"])
+def test_evaluation_gives_the_trained_weights_back(plan: str) -> None:
+    cls = compiled("schedule_free_adamw", plan)
+    params = [torch.nn.Parameter(w.bfloat16()) for w in weights(((80, 70), (5,)))]
+    opt = cls(params, plan=plan, lr=0.1)
+    for gs in gradients(((80, 70), (5,)), 3):
+        for p, g in zip(params, gs, strict=True):
+            p.grad = g.bfloat16()
+        opt.step()
+    trained = [p.detach().clone() for p in params]
+    opt.train()  # trains already
+    opt.eval()
+    opt.eval()
+    assert not any(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
+    with pytest.raises(RuntimeError, match="call train"):
+        opt.step()
+    with pytest.raises(RuntimeError, match="call train"):
+        opt.state_dict()
+    opt.train()
+    assert all(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
+    again = copy.deepcopy(opt)
+    assert again.state_dict()["state"].keys() == opt.state_dict()["state"].keys()
+
+
+def test_optimizers_without_other_weights_take_eval_and_train() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = compiled("lamb")([p], plan="fp32")
+    opt.eval()
+    opt.train()
+    p.grad = torch.ones(3)
+    opt.step()
+    assert not torch.equal(p.detach(), torch.ones(3))
+
+
+# -- sums over the model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d0": 1e-2},
+        {"d0": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)},
+        {"d0": 1e-4, "use_bias_correction": True, "safeguard_warmup": True, "growth_rate": 1.5},
+    ],
+)
+def test_prodigy_is_the_authors(options: dict[str, Any]) -> None:
+    prodigyopt = pytest.importorskip("prodigyopt")
+    cls = compiled("prodigy")
+    start, gs = weights(SHAPES), gradients(SHAPES, 20)
+    exact, a = walk(lambda params: prodigyopt.Prodigy(params, **options), start, gs, torch.float64)
+    other, b = walk(lambda params: prodigyopt.Prodigy(params, **options), start, gs, torch.float32)
+    ours, c = walk(lambda params: cls(params, plan="fp32", **options), start, gs, torch.float32)
+    hold(ours, other, exact)
+    d = {float(s["d"]) for s in c.state.values()}
+    assert len(d) == 1
+    want, near = a.param_groups[0]["d"], float(b.param_groups[0]["d"])
+    assert want > options["d0"] or "safeguard_warmup" in options  # which holds d back while p is near p0
+    assert abs(d.pop() - want) <= 2 * abs(near - want) + 64 * ULP * want  # their d is summed in fp64, ours in fp32
+
+
+@pytest.mark.parametrize("options", [{"d0": 1e-2}, {"d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}])
+def test_d_adaptation_is_the_authors(options: dict[str, Any]) -> None:
+    dadaptation = pytest.importorskip("dadaptation")
+    cls = compiled("dadapt_adam")
+    start, gs = weights(SHAPES), gradients(SHAPES, 20)
+
+    def theirs(params: list[torch.nn.Parameter]) -> Any:
+        return dadaptation.DAdaptAdam(params, decouple=True, **options)
+
+    exact, a = walk(theirs, start, gs, torch.float64)
+    other, _ = walk(theirs, start, gs, torch.float32)
+    ours, c = walk(lambda params: cls(params, plan="fp32", **options), start, gs, torch.float32)
+    hold(ours, other, exact)
+    assert a.param_groups[0]["d"] > options["d0"]
+    assert len({float(s["d"]) for s in c.state.values()}) == 1
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_by_the_global_norm_is_torchs(max_norm: float) -> None:
+    """Over two groups and two dtypes of storage: the norm is one for all."""
+    cls = compiled("clipped_adamw")
+    start, gs = weights(SHAPES), gradients(SHAPES, 8)
+
+    def theirs(params: list[torch.nn.Parameter]) -> Any:
+        opt = torch.optim.AdamW(params, lr=0.1, eps=1e-3)
+        opt.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, max_norm) and None)
+        return opt
+
+    def own(params: list[torch.nn.Parameter]) -> Any:
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
+        return cls(groups, plan="fp32", lr=0.1, eps=1e-3, max_norm=max_norm)
+
+    exact, _ = walk(theirs, start, gs, torch.float64)
+    other, _ = walk(theirs, start, gs, torch.float32)
+    ours, _ = walk(own, start, gs, torch.float32)
+    hold(ours, other, exact)
+
+
+def test_a_sum_over_the_model_does_not_depend_on_groups() -> None:
+    """The same bits with all parameters in one group or in several, and run again."""
+    cls = compiled("prodigy")
+    start, gs = weights(SHAPES), gradients(SHAPES, 6)
+    one, _ = walk(lambda ps: cls(ps, plan="fp32", d0=1e-2), start, gs, torch.float32)
+    again, _ = walk(lambda ps: cls(ps, plan="fp32", d0=1e-2), start, gs, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    groups, _ = walk(
+        lambda ps: cls([{"params": ps[:3]}, {"params": ps[3:]}], plan="fp32", d0=1e-2), start, gs, torch.float32
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, groups, strict=True))
+
+
+def test_states_of_the_model_reach_parameters_that_missed_a_step() -> None:
+    """A parameter without a gradient, and one whose first gradient comes late, see the same d as all others."""
+    cls = compiled("prodigy")
+    start, gs = weights(((4, 3), (5,), (2,))), gradients(((4, 3), (5,), (2,)), 6)
+    params = [torch.nn.Parameter(w.clone()) for w in start]
+    opt = cls(params, plan="fp32", d0=1e-2)
+    for k, step in enumerate(gs):
+        for i, (p, g) in enumerate(zip(params, step, strict=True)):
+            missing = (i == 1 and k == 3) or (i == 2 and k < 4)
+            p.grad = None if missing else g.clone()
+        opt.step()
+        d = {float(opt.state[p]["d"]) for p in params if opt.state.get(p)}
+        assert len(d) == 1
+    assert d.pop() > 1e-2
+
+
+# -- intervals
+
+
+def lookahead(
+    steps: Mapping[int, list[Tensor]], k: int, alpha: float, start: list[Tensor], **options: Any
+) -> list[Tensor]:
+    """The paper's algorithm around torch's own optimizer, fp64."""
+    params = [torch.nn.Parameter(w.double()) for w in start]
+    slow = [w.double() for w in start]
+    opt = torch.optim.AdamW(params, **options)
+    for t, gs in steps.items():
+        for p, g in zip(params, gs, strict=True):
+            p.grad = g.double()
+        opt.step()
+        if t % k == 0:
+            with torch.no_grad():
+                for p, s in zip(params, slow, strict=True):
+                    s += alpha * (p - s)
+                    p.copy_(s)
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize(("k", "alpha"), [(1, 0.5), (3, 0.8), (7, 0.2)])
+def test_lookahead_follows_every_k_steps(k: int, alpha: float) -> None:
+    start, gs = weights(SHAPES), gradients(SHAPES, 15)
+    exact = lookahead(dict(enumerate(gs, 1)), k, alpha, start, lr=0.05)
+    cls = compiled("lookahead_adamw")
+    ours, _ = walk(lambda ps: cls(ps, plan="fp32", lr=0.05, lookahead_k=k, alpha=alpha), start, gs, torch.float32)
+    plain, _ = walk(lambda ps: torch.optim.AdamW(ps, lr=0.05), start, gs, torch.float32)
+    fine, _ = walk(lambda ps: torch.optim.AdamW(ps, lr=0.05), start, gs, torch.float64)
+    for a, x, b, y in zip(ours, exact, plain, fine, strict=True):
+        # One more rounding of p and slow each time they meet.
+        allowed = 2 * (b - y).abs().max() + (4 + 2 * 15 / k) * ULP * x.abs().max()
+        assert (a - x).abs().max() <= allowed
+
+
+def test_between_its_steps_lookahead_leaves_the_slow_weights_alone() -> None:
+    cls = compiled("lookahead_adamw", "int8_split24")
+    p = torch.nn.Parameter(torch.randn(90, 70).bfloat16())
+    opt = cls([p], plan="int8_split24", lookahead_k=4)
+    seen = []
+    for t in range(1, 9):
+        p.grad = torch.randn_like(p)
+        opt.step()
+        seen.append(opt.state[p]["slow"].clone())
+        assert opt.state[p]["step"] == t
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+    assert changed == [False, False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("k", [0.5, 2.5])
+def test_an_interval_is_a_whole_number(k: float) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match="lookahead_k"):
+        compiled("lookahead_adamw")([p], plan="fp32", lookahead_k=k).step()
+    assert torch.equal(p.detach(), before)
+
+
+# -- matrix products
+
+MATRICES = ((40, 30), (30, 40), (1, 7), (7, 1), (1, 1), (64, 64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "weight_decay": 0.0, "momentum": 0.5},
+        {"match_rms_adamw": True, "lr": 0.05, "ns_steps": 3, "ns_coefficients": (3.0, -4.0, 2.0)},
+    ],
+)
+def test_muon_is_torchs(options: dict[str, Any]) -> None:
+    given = dict(options)
+    if given.pop("match_rms_adamw", False):
+        given["adjust_lr_fn"] = "match_rms_adamw"
+    cls = compiled("muon")
+    start, gs = weights(MATRICES), gradients(MATRICES, 12)
+    exact, _ = walk(lambda ps: torch.optim.Muon(ps, **given), start, gs, torch.float32)
+    ours, _ = walk(lambda ps: cls(ps, plan="fp32", **options), start, gs, torch.float32)
+    lr = options.get("lr", 1e-3)
+    for a, x, w in zip(ours, exact, start, strict=True):
+        # The direction goes through bf16: where momentum differs in its last bit, a step may differ by a bf16 rounding
+        # of the orthogonal matrix, whose entries are at most 1.2 (the scale is at most sqrt(rows) or 0.2 sqrt(side)).
+        scale = max(1.0, w.shape[0] / w.shape[1]) ** 0.5
+        scale = 0.2 * max(w.shape) ** 0.5 if options.get("match_rms_adamw") else scale
+        assert (a - x).abs().max() <= 12 * (lr * scale * 1.2 * 2.0**-7 + 2 * ULP * x.abs().max())
+        assert (a - x).abs().median() <= 12 * 4 * ULP * x.abs().max()
+
+
+def test_what_is_no_matrix_takes_adamw() -> None:
+    shapes = ((30,), (4, 3, 5), (6, 2, 3, 3), (), (20, 30))
+    cls = compiled("muon")
+    start, gs = weights(shapes), gradients(shapes, 10)
+
+    def theirs(params: list[torch.nn.Parameter]) -> Any:
+        return torch.optim.AdamW(params, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
+
+    exact, _ = walk(theirs, start, gs, torch.float64)
+    other, _ = walk(theirs, start, gs, torch.float32)
+    ours, _ = walk(lambda ps: cls(ps, plan="fp32", adamw_lr=0.02, adamw=True), start, gs, torch.float32)
+    hold(ours, other, exact)
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (30, 40), (1, 9), (9, 1)])
+def test_normuon_steps_have_one_size_and_even_rows(shape: tuple[int, int]) -> None:
+    """At the first step every row of the update has the same mean square, and all of it 0.2 lr sqrt(rows * columns)."""
+    cls = compiled("normuon")
+    w, g = torch.randn(shape), torch.randn(shape)
+    p = torch.nn.Parameter(w.clone())
+    opt = cls([p], plan="fp32", lr=0.5, weight_decay=0.0, betas=(0.9, 0.95))
+    p.grad = g.clone()
+    opt.step()
+    step = (w.double() - p.detach().double()) / 0.5
+    rows, columns = shape
+    rounding = 8 * ULP * (1 + w.abs().max().item() / 0.5)
+    assert step.norm().item() == pytest.approx(0.2 * (rows * columns) ** 0.5, rel=rounding * (rows * columns) ** 0.5)
+    sizes = step.square().mean(1).sqrt()
+    assert (sizes / sizes.mean() - 1).abs().max() <= rounding * 16 * rows**0.5
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_muon_keeps_its_momentum_in_8_bits(name: str) -> None:
+    cls = compiled(name, "int8_split24")
+    p = torch.nn.Parameter(torch.randn(128, 256).bfloat16())
+    opt = cls([p], plan="int8_split24")
+    p.grad = torch.randn_like(p)
+    opt.step()
+    assert opt.state[p]["momentum_buffer"].dtype == torch.uint8
+    rows = 4 / 256 if name == "normuon" else 0.0
+    assert opt.memory().per_element == 2 + 1 + 1 + 2 / 64 + rows
