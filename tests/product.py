@@ -10,6 +10,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes, spaces
-from optgen.runtime import layout, native
+from optgen.runtime import layout, native, sums
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
@@ -36,7 +37,11 @@ from tests import harness
 from tests.harness import Pair, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
-SPECS = tuple(sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans")))
+# No enclosure of a product of matrices is worth having: rules that take one are held to theirs in test_whole_model.py.
+OF_MATRICES = ("muon", "normuon")
+SPECS = tuple(
+    sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans", *OF_MATRICES))
+)
 PLANS = tuple(name for name, value in vars(__import__("specs.plans").plans).items() if isinstance(value, Plan))
 PARAMS = ("float32", "bfloat16", "float16")
 DEFAULT = "int8_split24"
@@ -152,7 +157,7 @@ class Built:
     cell: Cell
     spec: Spec
     compiled: Compiled
-    step: Callable[..., None]
+    step: Callable[..., Any]
     decode: Callable[..., dict[str, Tensor]]
     encode: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     scalars: Callable[..., tuple[float, ...]]
@@ -164,6 +169,11 @@ class Built:
     @property
     def storage(self) -> Storage:
         return self.compiled.case.storage
+
+    @cached_property
+    def in_parts(self) -> bool:
+        """Whether a step waits for sums over the model."""
+        return any(b.reduction == "model_sum" for b in self.compiled.strict.temps)
 
     @cached_property
     def stochastic(self) -> bool:
@@ -234,7 +244,12 @@ class Run:
         values = self.scalars()
         count = len(self.built.compiled.strict.host)
         self.steps += 1
-        self.built.step(*tensors, *values[:count], step_key(self.seed, self.steps), self.stream)
+        done = self.built.step(*tensors, *values[:count], step_key(self.seed, self.steps), self.stream)
+        if self.built.in_parts:  # what it yields is summed over the model: here it is all of it
+            total = next(done)
+            with suppress(StopIteration):
+                while True:
+                    total = done.send(sums.in_lanes(total.reshape(1)))
         self.host_states = dict(zip(self.host_states, values[count:], strict=True))
 
     def decoded(self) -> dict[str, Tensor]:
@@ -310,7 +325,8 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
             values[decl.name] = rounded.float()
         else:
             shape = rounded.shape if decl.space.name == "elem" else (1,)
-            values[decl.name] = torch.full(shape, float(decl.init))
+            first = built.spec.hyper(decl.init).default if isinstance(decl.init, str) else decl.init
+            values[decl.name] = torch.full(shape, float(first))
         if decl.init != 0.0:
             starts.add(decl.name)
     encoded = built.encode(values)

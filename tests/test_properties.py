@@ -106,7 +106,9 @@ def test_fifty_steps_are_within_the_carried_bound(cell: Cell) -> None:
     reports = run.chained([gradient(torch.empty(shape), 1e-2, draw, cell.param) for _ in range(50)])
     for k, report in enumerate(reports):
         assert report.ok, (k, [report.worst[name] for name in report.broken])
-    assert reports[0].claimed == 1 or cell.plan == "flashoptim", "the bound promises nothing even for one step"
+    # A second moment that is rounded to nearest may read as 0; a rule that reads it back has no bound then.
+    nearest = cell.plan == "flashoptim" or (cell.plan == "int8_rn_split24" and build(cell).compiled.strict.early)
+    assert reports[0].claimed == 1 or nearest, "the bound promises nothing even for one step"
 
 
 @pytest.mark.parametrize("cell", of_pairs())
@@ -353,11 +355,13 @@ def test_states_stay_finite_wherever_fp32_does(spec: str, plan: str) -> None:
     """Rows of 64 whose gradients are 1e-38 ... 1e38: a format that is finite for finite values loses none."""
     built, exact = build(Cell(spec, plan)), build(Cell(spec, "fp32"))
     draw = draws(built.cell)
-    weight = torch.randn(len(RANGE), 64, generator=draw)
+    # What overflows in one row reaches all of the tensor where a rule reduces.
+    sizes = [s for s in RANGE if elementwise(spec) or s < 1e17]
+    weight = torch.randn(len(sizes), 64, generator=draw)
     run, fp32 = (Run(b, weight, weight_decay=0.0, lr=1e-4) for b in (built, exact))
     for _ in range(6):
         unit = torch.randn(weight.shape, generator=draw).clamp(-3, 3)
-        g = (unit * torch.tensor(RANGE).view(-1, 1)).bfloat16()
+        g = (unit * torch.tensor(sizes).view(-1, 1)).bfloat16()
         run.step(g)
         fp32.step(g)
         kept, true = run.decoded(), fp32.decoded()
