@@ -6,7 +6,25 @@ import pytest
 import torch
 
 from optgen import compile as compile_class
-from optgen.lang import col, col_mean, hyper, nonneg, optimizer, row, row_mean, row_sum, rsqrt, shape_flag
+from optgen.lang import (
+    amax,
+    col,
+    col_mean,
+    columns,
+    elements,
+    hyper,
+    nonneg,
+    optimizer,
+    row,
+    row_mean,
+    row_sum,
+    rows,
+    rsqrt,
+    shape_flag,
+    where,
+)
+from optgen.ops import dtypes
+from optgen.verify.differential import one_step_bound
 from tests.harness import plan_of
 from tests.oracles import REDUCING
 from tests.product import Cell, Run, at_shape, build, spec_of
@@ -160,3 +178,123 @@ def test_a_shape_flag_makes_vectors_welcome() -> None:
     step.step()
     assert torch.allclose(vector, torch.full((3,), 1 - 2 / 3))
     assert torch.allclose(matrix, torch.full((2, 3), 1 - 2 / 7))
+
+
+# -- which matrix
+
+
+@pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp"])
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> None:
+    """A kernel of a convolution steps as its view (channels, the rest), bit for bit; so do its statistics."""
+    assert spec_of(name).matrix == "first"
+    cls = compile_class(spec_of(name), plan_of(plan))
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn((4, 20, 9, 9), generator=draw)
+    deep, flat = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.reshape(4, -1).clone())
+    options = {"lr": 1e-2} | ({"delta": 2.5} if name != "adam_mini" else {})
+    steps = [cls([("weight", p)], plan=plan, seed=3, **options) for p in (deep, flat)]
+    for _ in range(3):
+        g = torch.randn(start.shape, generator=draw)
+        deep.grad, flat.grad = g, g.reshape(4, -1)
+        for step in steps:
+            step.step()
+    assert torch.equal(deep.detach().reshape(4, -1), flat.detach())
+    kept, views = (step.state[p] for step, p in zip(steps, (deep, flat), strict=True))
+    for key, value in kept.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.reshape(views[key].shape), views[key])
+    if name == "adam_mini":
+        assert kept["vmean_row"].shape == (4, 1)
+    # A saved state is taken back.
+    again = cls([("weight", torch.nn.Parameter(deep.detach().clone()))], plan=plan, seed=3, **options)
+    again.load_state_dict(steps[0].state_dict())
+    other = again.param_groups[0]["params"][0]
+    other.grad = deep.grad.clone()
+    again.step()
+    steps[0].step()
+    assert torch.equal(other, deep)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 4), (7,)], ids=str)
+def test_torchs_adafactor_goes_on_here(shape: tuple[int, ...]) -> None:
+    """Its saved state is taken as it is: each step after it is within the bound of torch's own, in fp64."""
+    spec = spec_of("adafactor")
+    cls = compile_class(spec, plan_of("fp32"))
+    draw = torch.Generator().manual_seed(0)
+    theirs = torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float32))
+    torch_step = torch.optim.Adafactor([theirs], lr=1e-2)
+    for _ in range(3):
+        theirs.grad = torch.randn(shape, generator=draw)
+        torch_step.step()
+    ours = torch.nn.Parameter(theirs.detach().clone())
+    step = cls([ours], lr=1e-2)
+    step.load_state_dict(torch_step.state_dict())
+    before = {k: v.clone() for k, v in step.state[ours].items() if isinstance(v, torch.Tensor)}
+    for name, value in before.items():
+        assert torch.equal(value, torch_step.state[theirs][name])
+    g = torch.randn(shape, generator=draw)
+    flags = spec.flag_values({}, shape)
+    storage = plan_of("fp32").storage(spec.present(flags), dtypes.f32, False)
+    allowed = one_step_bound(spec, storage, {"p": ours.detach(), **before}, g, 3, {"lr": 1e-2})
+    wide = torch.nn.Parameter(theirs.detach().double())
+    exact = torch.optim.Adafactor([wide], lr=1e-2, eps=(2.0**-23, 1e-3), foreach=False)
+    exact.load_state_dict(torch_step.state_dict())
+    exact.param_groups[0]["eps"] = (2.0**-23, 1e-3)
+    ours.grad, wide.grad = g, g.double()
+    step.step()
+    exact.step()
+    # The bound holds the exact step; torch's fp64 roundings are far below what it leaves.
+    assert ((ours.detach().double() - wide.detach()).abs() <= allowed["p"] * (1 + 1e-6)).all()
+    assert float(allowed["p"].max()) < 1e-5
+
+
+# -- sizes
+
+
+def test_sizes_are_those_of_the_matrix() -> None:
+    x = torch.zeros(2, 3, 4)
+    assert (rows(x), columns(x), elements(x)) == (3.0, 4.0, 24.0)
+    assert (rows(torch.zeros(5)), columns(torch.zeros(5)), elements(torch.zeros(()))) == (1.0, 5.0, 1.0)
+    assert rows(1.5) == columns(1.5) == elements(1.5) == 1.0
+
+
+@optimizer(cite="nobody", matrix="first")
+def sized(p, g, *, lr=hyper(1.0, ge=0), matrix=shape_flag(lambda shape: len(shape) >= 2)):
+    """Steps of known sizes: rows + 10 * columns + 100 * elements."""
+    count = rows(g) + 10 * columns(g) if matrix else 0.0
+    p = p - lr * (count + 100 * elements(g)) * abs(g)
+    return p
+
+
+def test_sizes_reach_the_optimizer() -> None:
+    cls = compile_class(sized, plan_of("fp32"))
+    for shape, expected in [((2, 3), 2 + 30 + 600), ((2, 3, 5), 2 + 150 + 3000), ((7,), 700)]:
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.ones(shape)
+        cls([p]).step()
+        assert torch.equal(p.detach(), torch.full(shape, -float(expected)))
+        assert torch.equal(p.detach(), sized.evaluate(torch.zeros(shape), torch.ones(shape), 1)[0])
+
+
+# -- conditions on what is reduced
+
+
+@optimizer(cite="nobody")
+def choosy(p, g, *, lr=hyper(0.5, ge=0)):
+    """Rows with large gradients move unless the tensor's largest is too large: two conditions cross to the elements."""
+    large = row_sum(abs(g)) > 1.0
+    calm = amax(abs(g)) < 100.0
+    p = where(large & calm, p - lr * g, where(calm, p, -p))
+    return p
+
+
+def test_a_condition_crosses_from_one_stage_to_the_next() -> None:
+    cls = compile_class(choosy, plan_of("fp32"))
+    p = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for g in (torch.tensor([[0.1, 0.2], [1.0, -2.0]]), torch.tensor([[0.1, 0.2], [1.0, -200.0]])):
+        mine = torch.nn.Parameter(p.clone())
+        mine.grad = g
+        cls([mine]).step()
+        assert torch.equal(mine.detach(), choosy.evaluate(p, g, 1)[0])
+    assert torch.equal(mine.detach(), -p)

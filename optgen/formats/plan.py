@@ -101,7 +101,7 @@ class Plan:
     signed       states of either sign; a relative format applies where the rule divides the state by the root of
                  a second moment that never becomes 0, its absolute twin elsewhere
     nonneg       states that are never negative
-    reduced      row, column and tensor statistics
+    reduced      row, column and tensor statistics: fp32, the only format that they have so far
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
     overrides    state name -> format, before all of these
@@ -277,9 +277,10 @@ class Plan:
             if not state.nonneg and not fmt.signed:
                 what = f"plan {self.name} keeps the signed state `{state.name}` in an unsigned format: {fmt}"
                 raise UserError("E301", loc=places, what=what)
+            if state.space.name != "elem" and fmt != floats.f32:
+                space = state.space.name
+                raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
             if fmt.block > 1:
-                if state.space.name != "elem":
-                    raise UserError("E303", loc=places, plan=self.name, state=state.name, space=state.space.name)
                 sizes.setdefault(fmt.block, state.name)
         if len(sizes) > 1:
             (a, first), (b, second) = sorted(sizes.items())[:2]

@@ -37,7 +37,8 @@ class Hyper:
 
     def check(self, value: object, owner: str) -> float | tuple[float, ...] | torch.Tensor:
         """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor
-        (schedulers fill it in place).  Raises TypeError or ValueError naming `owner` and the range."""
+        (schedulers fill it in place); None for a part of a tuple is its default, as torch writes what it chooses itself
+        (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the range."""
         if isinstance(self.default, tuple):
             if isinstance(value, torch.Tensor) and value.ndim == 1:
                 value = value.tolist()
@@ -47,7 +48,8 @@ class Hyper:
                 raise ValueError(
                     f"{owner}: {self.name} must be {len(self.default)} numbers, got {len(value)}: {value!r}"
                 )
-            return tuple(self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(value))
+            parts = [default if part is None else part for part, default in zip(value, self.default, strict=True)]
+            return tuple(self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts))
         number = self._one(value, self.name, owner)
         return value if self.name == "lr" and isinstance(value, torch.Tensor) else number
 
