@@ -12,22 +12,46 @@ if TYPE_CHECKING:
     from .ademamix import AdEMAMix as AdEMAMix
     from .adabelief import AdaBelief as AdaBelief
     from .adadelta import Adadelta as Adadelta
+    from .adafactor import Adafactor as Adafactor
+    from .adafactor_paper import AdafactorPaper as AdafactorPaper
     from .adagrad import Adagrad as Adagrad
     from .adam import Adam as Adam
+    from .adam_mini import AdamMini as AdamMini
+    from .adamp import AdamP as AdamP
     from .adamw import AdamW as AdamW
     from .adamax import Adamax as Adamax
     from .adan import Adan as Adan
+    from .came import CAME as CAME
+    from .cautious_adamw import CautiousAdamW as CautiousAdamW
+    from .cautious_lion import CautiousLion as CautiousLion
+    from .clipped_adamw import ClippedAdamW as ClippedAdamW
+    from .dadapt_adam import DAdaptAdam as DAdaptAdam
+    from .fromage import Fromage as Fromage
     from .grams import Grams as Grams
+    from .lamb import LAMB as LAMB
+    from .lars import LARS as LARS
     from .laprop import LaProp as LaProp
     from .lion import Lion as Lion
+    from .lookahead_adamw import LookaheadAdamW as LookaheadAdamW
     from .madgrad import MADGRAD as MADGRAD
+    from .mars import MARS as MARS
+    from .muon import Muon as Muon
     from .nadam import NAdam as NAdam
+    from .normuon import NorMuon as NorMuon
+    from .novograd import NovoGrad as NovoGrad
+    from .orthograd import OrthoGrad as OrthoGrad
+    from .prodigy import Prodigy as Prodigy
     from .radam import RAdam as RAdam
     from .rmsprop import RMSprop as RMSprop
     from .rprop import Rprop as Rprop
     from .sgd import SGD as SGD
+    from .sgdp import SGDP as SGDP
     from .sgdw import SGDW as SGDW
+    from .sm3 import SM3 as SM3
+    from .schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
+    from .schedule_free_sgd import ScheduleFreeSGD as ScheduleFreeSGD
     from .signum import Signum as Signum
+    from .stable_adamw import StableAdamW as StableAdamW
     from .tiger import Tiger as Tiger
     from .yogi import Yogi as Yogi
 
@@ -36,22 +60,46 @@ _MODULES = {
     "AdEMAMix": "ademamix",
     "AdaBelief": "adabelief",
     "Adadelta": "adadelta",
+    "Adafactor": "adafactor",
+    "AdafactorPaper": "adafactor_paper",
     "Adagrad": "adagrad",
     "Adam": "adam",
+    "AdamMini": "adam_mini",
+    "AdamP": "adamp",
     "AdamW": "adamw",
     "Adamax": "adamax",
     "Adan": "adan",
+    "CAME": "came",
+    "CautiousAdamW": "cautious_adamw",
+    "CautiousLion": "cautious_lion",
+    "ClippedAdamW": "clipped_adamw",
+    "DAdaptAdam": "dadapt_adam",
+    "Fromage": "fromage",
     "Grams": "grams",
+    "LAMB": "lamb",
+    "LARS": "lars",
     "LaProp": "laprop",
     "Lion": "lion",
+    "LookaheadAdamW": "lookahead_adamw",
     "MADGRAD": "madgrad",
+    "MARS": "mars",
+    "Muon": "muon",
     "NAdam": "nadam",
+    "NorMuon": "normuon",
+    "NovoGrad": "novograd",
+    "OrthoGrad": "orthograd",
+    "Prodigy": "prodigy",
     "RAdam": "radam",
     "RMSprop": "rmsprop",
     "Rprop": "rprop",
     "SGD": "sgd",
+    "SGDP": "sgdp",
     "SGDW": "sgdw",
+    "SM3": "sm3",
+    "ScheduleFreeAdamW": "schedule_free_adamw",
+    "ScheduleFreeSGD": "schedule_free_sgd",
     "Signum": "signum",
+    "StableAdamW": "stable_adamw",
     "Tiger": "tiger",
     "Yogi": "yogi",
 }
@@ -61,22 +109,46 @@ __all__ = [
     "AdEMAMix",
     "AdaBelief",
     "Adadelta",
+    "Adafactor",
+    "AdafactorPaper",
     "Adagrad",
     "Adam",
+    "AdamMini",
+    "AdamP",
     "AdamW",
     "Adamax",
     "Adan",
+    "CAME",
+    "CautiousAdamW",
+    "CautiousLion",
+    "ClippedAdamW",
+    "DAdaptAdam",
+    "Fromage",
     "Grams",
+    "LAMB",
+    "LARS",
     "LaProp",
     "Lion",
+    "LookaheadAdamW",
     "MADGRAD",
+    "MARS",
+    "Muon",
     "NAdam",
+    "NorMuon",
+    "NovoGrad",
+    "OrthoGrad",
+    "Prodigy",
     "RAdam",
     "RMSprop",
     "Rprop",
     "SGD",
+    "SGDP",
     "SGDW",
+    "SM3",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
     "Signum",
+    "StableAdamW",
     "Tiger",
     "Yogi",
 ]

@@ -13,7 +13,7 @@
 //     col_var  0 B  f32, one per col
 //              exact; every f32
 //   traffic   12 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -41,13 +41,12 @@ struct adafactor_float32_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
         float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g * g;
+            const F g_mul = g * g;
             store(row_sum_for_alpha_at + i, p * p);
             store(row_sum_for_row_var_at + i, g_mul);
         }
@@ -77,6 +76,7 @@ struct adafactor_float32_2 {
         const float *__restrict row_sum_for_row_var_at = (const float *)at[3];  // float32 [row]  read
         const float *__restrict row_sum_for_alpha_at = (const float *)at[4];    // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F one_minus_beta2(known.scalars[2]);
 
@@ -86,7 +86,7 @@ struct adafactor_float32_2 {
             const F row_var = load(row_var_at + i);
             const F row_sum_for_alpha = load(row_sum_for_alpha_at + i);
             // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            const F row_var_2 = fma(one_minus_beta2, row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
+            const F row_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
             store(row_var_at + i, row_var_2);
             store(mat_sum_of_row_var_at + i, row_var_2);
             store(tensor_sum_for_alpha_at + i, row_sum_for_alpha);
@@ -111,6 +111,7 @@ struct adafactor_float32_3 {
         float *__restrict col_var_at = (float *)at[0];                          // float32 [col]  read and written
         const float *__restrict col_sum_for_col_var_at = (const float *)at[1];  // float32 [col]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F one_minus_beta2(known.scalars[2]);
 
@@ -119,7 +120,7 @@ struct adafactor_float32_3 {
             const F col_sum_for_col_var = load(col_sum_for_col_var_at + i);
             const F col_var = load(col_var_at + i);
             // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            const F col_var_2 = fma(one_minus_beta2, col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
+            const F col_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
             store(col_var_at + i, col_var_2);
         }
     }
@@ -222,7 +223,7 @@ struct adafactor_float32_7 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
-        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_update
+        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     };
 
@@ -231,9 +232,8 @@ struct adafactor_float32_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict col_var_at = (const float *)at[1];  // float32 [col]  read
-        float *__restrict row_sum_of_update_at = (float *)at[2];    // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[2];         // float32 [row]  for row_sum
         const float *__restrict row_div_at = (const float *)at[3];  // float32 [row]  read
-        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F eps1_times_eps1(known.scalars[6]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
@@ -241,8 +241,8 @@ struct adafactor_float32_7 {
             const F g = Grad::load(g_at + i);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F row_div_rcp = 1.0f / sqrt(max(estimate, eps1_times_eps1));
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * row_div_rcp * g * row_div_rcp);
+            const F g_mul = g / sqrt(max(estimate, eps1_times_eps1));
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -255,19 +255,19 @@ struct adafactor_float32_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -280,24 +280,25 @@ struct adafactor_float32_9 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {14, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // alpha
-        {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
-        const float *__restrict alpha_at = (const float *)at[1];                 // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict tensor_div_at = (float *)at[0];                   // float32 [tensor]  written
+        const float *__restrict alpha_at = (const float *)at[1];            // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F d(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F alpha = load(alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -313,23 +314,22 @@ struct adafactor_float32_10 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
         {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];  // float32 [col]  read
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
-        const float *__restrict row_div_at = (const float *)at[4];  // float32 [row]  read
+        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F eps1_times_eps1(known.scalars[6]);
         const F minus_grad_scale(known.scalars[9]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -339,7 +339,7 @@ struct adafactor_float32_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(estimate, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -367,7 +367,6 @@ struct adafactor_bfloat16_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
         float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -375,7 +374,7 @@ struct adafactor_bfloat16_1 {
             const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast * g_cast;
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_alpha_at + i, p * p);
             store(row_sum_for_row_var_at + i, g_mul);
         }
@@ -392,7 +391,7 @@ struct adafactor_bfloat16_7 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
-        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_update
+        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     };
 
@@ -401,9 +400,8 @@ struct adafactor_bfloat16_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict col_var_at = (const float *)at[1];  // float32 [col]  read
-        float *__restrict row_sum_of_update_at = (float *)at[2];    // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[2];         // float32 [row]  for row_sum
         const float *__restrict row_div_at = (const float *)at[3];  // float32 [row]  read
-        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F eps1_times_eps1(known.scalars[6]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
@@ -411,9 +409,8 @@ struct adafactor_bfloat16_7 {
             const F g_stored = Grad::load(g_at + i);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F g_cast = g_stored;
-            const F row_div_rcp = 1.0f / sqrt(max(estimate, eps1_times_eps1));
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * row_div_rcp * g_cast * row_div_rcp);
+            const F g_mul = g_stored / sqrt(max(estimate, eps1_times_eps1));
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -429,23 +426,22 @@ struct adafactor_bfloat16_10 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
         {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];  // float32 [col]  read
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
-        const float *__restrict row_div_at = (const float *)at[4];  // float32 [row]  read
+        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F eps1_times_eps1(known.scalars[6]);
         const F minus_grad_scale(known.scalars[9]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -456,7 +452,7 @@ struct adafactor_bfloat16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -486,7 +482,6 @@ struct adafactor_float16_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
         float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -494,7 +489,7 @@ struct adafactor_float16_1 {
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast * g_cast;
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_alpha_at + i, p * p);
             store(row_sum_for_row_var_at + i, g_mul);
         }
@@ -512,23 +507,22 @@ struct adafactor_float16_10 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
         {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];  // float32 [col]  read
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
-        const float *__restrict row_div_at = (const float *)at[4];  // float32 [row]  read
+        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F eps1_times_eps1(known.scalars[6]);
         const F minus_grad_scale(known.scalars[9]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -539,7 +533,7 @@ struct adafactor_float16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             store(p_at + i, narrow_half(p_3));
         }
     }
@@ -557,7 +551,7 @@ struct adafactor_float32_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
         {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -567,11 +561,10 @@ struct adafactor_float32_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -580,9 +573,9 @@ struct adafactor_float32_no_factored_1 {
             const F variance = load(variance_at + i);
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
-            const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+            const F g_mul = g / sqrt(max(variance_2, eps1_times_eps1));
             store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g * g_rcp * g * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -595,28 +588,29 @@ struct adafactor_float32_no_factored_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_for_alpha_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];       // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[4]);
-        const F d(known.scalars[5]);
-        const F lr_min_t_pow_m0p5(known.scalars[6]);
+        const F eps2(known.scalars[3]);
+        const F d(known.scalars[4]);
+        const F lr_min_t_pow_m0p5(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_alpha = load(tensor_sum_for_alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -632,23 +626,22 @@ struct adafactor_float32_no_factored_3 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];         // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
+        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -659,7 +652,7 @@ struct adafactor_float32_no_factored_3 {
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
             store(variance_at + i, variance_2);
         }
@@ -678,7 +671,7 @@ struct adafactor_bfloat16_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
         {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -688,11 +681,10 @@ struct adafactor_bfloat16_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -703,9 +695,9 @@ struct adafactor_bfloat16_no_factored_1 {
             const F g_cast = g_stored;
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
             store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -721,23 +713,22 @@ struct adafactor_bfloat16_no_factored_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];   // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
+        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -750,7 +741,7 @@ struct adafactor_bfloat16_no_factored_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
@@ -771,7 +762,7 @@ struct adafactor_float16_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
         {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -781,11 +772,10 @@ struct adafactor_float16_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -796,9 +786,9 @@ struct adafactor_float16_no_factored_1 {
             const F g_cast = g_stored;
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
             store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -814,23 +804,22 @@ struct adafactor_float16_no_factored_3 {
         {0, -1, 2, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];   // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
+        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -843,7 +832,7 @@ struct adafactor_float16_no_factored_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             store(p_at + i, narrow_half(p_3));
             store(variance_at + i, variance_2);
         }
@@ -868,13 +857,13 @@ struct adafactor_float32 {
         {4, WHOLE},  // alpha
         {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
         {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float32_1<Grad>>(),
@@ -908,13 +897,13 @@ struct adafactor_bfloat16 {
         {4, WHOLE},  // alpha
         {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
         {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_bfloat16_1<Grad>>(),
@@ -948,13 +937,13 @@ struct adafactor_float16 {
         {4, WHOLE},  // alpha
         {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
         {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float16_1<Grad>>(),
@@ -980,10 +969,10 @@ struct adafactor_float32_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float32_no_factored_1<Grad>>(),
@@ -1002,10 +991,10 @@ struct adafactor_bfloat16_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_bfloat16_no_factored_1<Grad>>(),
@@ -1024,10 +1013,10 @@ struct adafactor_float16_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float16_no_factored_1<Grad>>(),

@@ -13,30 +13,29 @@
 #     col_var  0 B  f32, one per col
 #              exact; every f32
 #   traffic   12 B per bfloat16 parameter and step: 3 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import fold, get, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, opaque, pointer, put, reciprocal, term, widened
 
 
 @triton.jit
-def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def adafactor_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    g_mul = grad_scale_times_grad_scale * g * g
+    g_mul = g * g
     return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_float32_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -52,26 +51,28 @@ def adafactor_float32_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_alpha_ptr += panel * rows + top
-    row_sum_for_row_var_ptr += panel * rows + top
-    col_sum_for_col_var_ptr += top // 64 * columns + left
+    row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
+    row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
+    col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
     g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, grad_scale_times_grad_scale, False,
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
@@ -84,7 +85,7 @@ def adafactor_float32_1(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term, g_mul_term = adafactor_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, grad_scale_times_grad_scale, True,
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
@@ -96,10 +97,7 @@ def adafactor_float32_1(
 
 
 @triton.jit
-def adafactor_float32_1_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def adafactor_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
@@ -116,56 +114,106 @@ def adafactor_float32_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, g_mul_term = adafactor_float32_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, True)
+        row_sum_term, g_mul_term = adafactor_float32_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
         put(g_mul_term_ptr, at, g_mul_term, live, True)
 
 
 @triton.jit
+def adafactor_float32_2_values(
+    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_row_var = get(row_sum_for_row_var_ptr, at, live, True)
+    row_var = get(row_var_ptr, at, live, True)
+    row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
+    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
+    if STORED:
+        put(row_var_ptr, at, row_var, live, True)
+    return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
+
+
+@triton.jit
 def adafactor_float32_2_round(
     row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, one_minus_t_pow_beta2_decay,
-    one_minus_beta2, LANES: tl.constexpr,
+    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_row_vars = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            row_var_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                row_var_term, row_sum_for_alpha_term = adafactor_float32_2_values(
+                    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+                    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
+                )
+                row_var_terms += tl.sum(row_var_term, 0)
+            tl.store(mat_sum_of_row_var_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(row_var_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_row_var = tl.load(row_sum_for_row_var_ptr + at, mask=live, other=0.0)
-            row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-            row_var = tl.fma(one_minus_beta2, row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-            mat_sum_of_row_vars = mat_sum_of_row_vars + term(row_var, at, live, True)
-        tl.store(mat_sum_of_row_var_ptr + number, fold(mat_sum_of_row_vars), mask=number < end)
-    tensor_sum_for_alphas = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_row_var = tl.load(row_sum_for_row_var_ptr + at, mask=live, other=0.0)
-        row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-        row_sum_for_alpha = tl.load(row_sum_for_alpha_ptr + at, mask=live, other=0.0)
-        row_var = tl.fma(one_minus_beta2, row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-        tl.store(row_var_ptr + at, row_var, mask=live)
-        tensor_sum_for_alphas = tensor_sum_for_alphas + term(row_sum_for_alpha, at, live, True)
-    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_alphas, [1, 256])))
+            row_var_term, row_sum_for_alpha_term = adafactor_float32_2_values(
+                row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+                grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
+            )
+            tl.store(mat_sum_of_row_var_ptr + number, tl.sum(row_var_term, 1), mask=number < end)
+    row_sum_for_alpha_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_var_term, row_sum_for_alpha_term = adafactor_float32_2_values(
+            row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+            grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, True,
+        )
+        row_sum_for_alpha_terms += tl.sum(row_sum_for_alpha_term, 0)
+    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_alpha_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_float32_3_values(
+    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2,
+):
+    """Values of columns."""
+    col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
+    col_var = get(col_var_ptr, at, live, True)
+    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
+    put(col_var_ptr, at, col_var, live, True)
 
 
 @triton.jit
 def adafactor_float32_3_round(
     col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
-    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
+    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_col_var = tl.load(col_sum_for_col_var_ptr + at, mask=live, other=0.0)
-        col_var = tl.load(col_var_ptr + at, mask=live, other=0.0)
-        col_var = tl.fma(one_minus_beta2, col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
-        tl.store(col_var_ptr + at, col_var, mask=live)
+        adafactor_float32_3_values(
+            col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
+            one_minus_t_pow_beta2_decay, one_minus_beta2,
+        )
+
+
+@triton.jit
+def adafactor_float32_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5):
+    """Values of the tensor."""
+    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    tl.store(alpha_ptr, alpha)
 
 
 @triton.jit
@@ -173,10 +221,17 @@ def adafactor_float32_4_round(
     alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
     LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_ptr, alpha)
+    """All values of the tensor."""
+    adafactor_float32_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5)
+
+
+@triton.jit
+def adafactor_float32_5_values(
+    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
+):
+    """Values of matrices."""
+    mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
+    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
 
 
 @triton.jit
@@ -184,12 +239,23 @@ def adafactor_float32_5_round(
     mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
     columns, eps1, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_row_var = tl.load(mat_sum_of_row_var_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_row_var_over_rows_max_eps1_ptr + at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), mask=live)
+        adafactor_float32_5_values(
+            mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
+        )
+
+
+@triton.jit
+def adafactor_float32_6_values(
+    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    row_var = get(row_var_ptr, at, live, True)
+    mat_sum_of_row_var_over_rows_max_eps1 = get(mat_sum_of_row_var_over_rows_max_eps1_ptr, at_mat, live, True)
+    put(row_div_ptr, at, row_var / mat_sum_of_row_var_over_rows_max_eps1, live, True)
 
 
 @triton.jit
@@ -197,21 +263,23 @@ def adafactor_float32_6_round(
     row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns,
     LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-        mat_sum_of_row_var_over_rows_max_eps1 = tl.load(mat_sum_of_row_var_over_rows_max_eps1_ptr + at // rows, mask=live, other=0.0)
-        tl.store(row_div_ptr + at, row_var / mat_sum_of_row_var_over_rows_max_eps1, mask=live)
+        at_mat = at // rows
+        adafactor_float32_6_values(
+            row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_float32_2(
-    table, work, one_minus_t_pow_beta2_decay: tl.float32, one_minus_beta2: tl.float32, eps2: tl.float32,
-    lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32, LANES: tl.constexpr,
+    table, work, grad_scale_times_grad_scale: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
+    one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -233,25 +301,25 @@ def adafactor_float32_2(
     extent_elements = tl.load(row + 22).to(tl.float32)
     adafactor_float32_2_round(
         row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-        row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, one_minus_t_pow_beta2_decay,
-        one_minus_beta2, LANES,
-    )
-    tl.debug_barrier()
-    adafactor_float32_3_round(
-        col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
+        row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
         one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
+    adafactor_float32_3_round(
+        col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
+        grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
+    )
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float32_4_round(
         alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
         LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float32_5_round(
         mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
         columns, eps1, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float32_6_round(
         row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns, LANES,
     )
@@ -259,8 +327,8 @@ def adafactor_float32_2(
 
 @triton.jit
 def adafactor_float32_7_tile(
-    g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    grad_scale_times_grad_scale, eps1_times_eps1, MASKED: tl.constexpr,
+    g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col, eps1_times_eps1,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -270,21 +338,21 @@ def adafactor_float32_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    row_div_rcp = reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(grad_scale_times_grad_scale * g * row_div_rcp * g * row_div_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_float32_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    row_sum_of_update_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 18, tl.float32, ALIGNED)         # float32 [partial results]  written
     row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
@@ -292,17 +360,19 @@ def adafactor_float32_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    col_var_ptr += left
-    row_sum_of_update_ptr += panel * rows + top
+    col_var_ptr += matrix * columns + left
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -310,10 +380,10 @@ def adafactor_float32_7(
         start = tile * ROWS
         row_sum_term = adafactor_float32_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            grad_scale_times_grad_scale, eps1_times_eps1, False,
+            eps1_times_eps1, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -321,23 +391,22 @@ def adafactor_float32_7(
         live = live_row & live_col
         row_sum_term = adafactor_float32_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            grad_scale_times_grad_scale, eps1_times_eps1, True,
+            eps1_times_eps1, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_float32_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    row_sum_of_update_ptr = pointer(row + 18, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 18, tl.float32, False)           # float32 [partial results]  written
     row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
     row_sum_term_ptr = pointer(row + 25, tl.float32, False)
     height = tl.load(row + 20)
@@ -352,67 +421,86 @@ def adafactor_float32_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_float32_7_tile(
-            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale_times_grad_scale,
-            eps1_times_eps1, True,
+            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_float32_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_float32_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_float32_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_float32_9_values(
+    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    alpha = tl.load(alpha_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_float32_9_round(
-    alpha_over_tensor_max_ptr, alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, d, LANES: tl.constexpr,
+    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    alpha = tl.load(alpha_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(alpha_over_tensor_max_ptr, alpha / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_float32_9_values(
+        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_float32_8(table, work, d: tl.float32, LANES: tl.constexpr):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_float32_8(
+    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    tensor_div_ptr = pointer(row + 14, tl.float32, False)
     alpha_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
     extent_elements = tl.load(row + 22).to(tl.float32)
-    adafactor_float32_8_round(tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    adafactor_float32_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float32_9_round(
-        alpha_over_tensor_max_ptr, alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, d, LANES,
+        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def adafactor_float32_10_tile(
-    p_ptr, g_ptr, col_var_ptr, alpha_over_tensor_max_ptr, row_div_ptr, at, at_row, at_col, live, live_row,
-    live_col, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
+    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    alpha_over_tensor_max = tl.load(alpha_over_tensor_max_ptr)
+    tensor_div = tl.load(tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     row_div = get(row_div_ptr, at_row, live_row, MASKED)
     col_var = get(col_var_ptr, at_col, live_col, MASKED)
@@ -421,7 +509,7 @@ def adafactor_float32_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, alpha_over_tensor_max * g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
 
@@ -438,7 +526,7 @@ def adafactor_float32_10(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 14, tl.float32, ALIGNED)           # float32 [1]  read
     row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
@@ -446,26 +534,28 @@ def adafactor_float32_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    col_var_ptr += left
+    col_var_ptr += matrix * columns + left
     row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         adafactor_float32_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, alpha_over_tensor_max_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, minus_grad_scale, False,
+            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
+            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -473,9 +563,9 @@ def adafactor_float32_10(
         live_col = lane < width
         live = live_row & live_col
         adafactor_float32_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, alpha_over_tensor_max_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, minus_grad_scale, True,
+            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
+            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            minus_grad_scale, True,
         )
 
 
@@ -490,7 +580,7 @@ def adafactor_float32_10_flat(
     p_ptr = pointer(row + 0, tl.float32, False)                       # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, False)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 14, tl.float32, False)             # float32 [1]  read
     row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
     height = tl.load(row + 20)
     width = tl.load(row + 21)
@@ -504,13 +594,13 @@ def adafactor_float32_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_float32_10_tile(
-            p_ptr, g_ptr, col_var_ptr, alpha_over_tensor_max_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
             one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
         )
 
 
 @triton.jit
-def adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
@@ -518,14 +608,13 @@ def adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scal
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast * g_cast
+    g_mul = g_cast * g_cast
     return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -541,26 +630,28 @@ def adafactor_bfloat16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_alpha_ptr += panel * rows + top
-    row_sum_for_row_var_ptr += panel * rows + top
-    col_sum_for_col_var_ptr += top // 64 * columns + left
+    row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
+    row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
+    col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
     g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, grad_scale_times_grad_scale, False,
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
@@ -573,7 +664,7 @@ def adafactor_bfloat16_1(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, grad_scale_times_grad_scale, True,
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
@@ -585,10 +676,7 @@ def adafactor_bfloat16_1(
 
 
 @triton.jit
-def adafactor_bfloat16_1_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
@@ -605,58 +693,108 @@ def adafactor_bfloat16_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(
-            p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_bfloat16_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
         put(g_mul_term_ptr, at, g_mul_term, live, True)
 
 
 @triton.jit
+def adafactor_bfloat16_2_values(
+    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_row_var = get(row_sum_for_row_var_ptr, at, live, True)
+    row_var = get(row_var_ptr, at, live, True)
+    row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
+    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
+    if STORED:
+        put(row_var_ptr, at, row_var, live, True)
+    return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
+
+
+@triton.jit
 def adafactor_bfloat16_2_round(
     row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, one_minus_t_pow_beta2_decay,
-    one_minus_beta2, LANES: tl.constexpr,
+    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_row_vars = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            row_var_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                row_var_term, row_sum_for_alpha_term = adafactor_bfloat16_2_values(
+                    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+                    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
+                )
+                row_var_terms += tl.sum(row_var_term, 0)
+            tl.store(mat_sum_of_row_var_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(row_var_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_row_var = tl.load(row_sum_for_row_var_ptr + at, mask=live, other=0.0)
-            row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-            row_var = tl.fma(one_minus_beta2, row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-            mat_sum_of_row_vars = mat_sum_of_row_vars + term(row_var, at, live, True)
-        tl.store(mat_sum_of_row_var_ptr + number, fold(mat_sum_of_row_vars), mask=number < end)
-    tensor_sum_for_alphas = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_row_var = tl.load(row_sum_for_row_var_ptr + at, mask=live, other=0.0)
-        row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-        row_sum_for_alpha = tl.load(row_sum_for_alpha_ptr + at, mask=live, other=0.0)
-        row_var = tl.fma(one_minus_beta2, row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-        tl.store(row_var_ptr + at, row_var, mask=live)
-        tensor_sum_for_alphas = tensor_sum_for_alphas + term(row_sum_for_alpha, at, live, True)
-    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_alphas, [1, 256])))
+            row_var_term, row_sum_for_alpha_term = adafactor_bfloat16_2_values(
+                row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+                grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
+            )
+            tl.store(mat_sum_of_row_var_ptr + number, tl.sum(row_var_term, 1), mask=number < end)
+    row_sum_for_alpha_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_var_term, row_sum_for_alpha_term = adafactor_bfloat16_2_values(
+            row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+            grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, True,
+        )
+        row_sum_for_alpha_terms += tl.sum(row_sum_for_alpha_term, 0)
+    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_alpha_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_bfloat16_3_values(
+    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2,
+):
+    """Values of columns."""
+    col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
+    col_var = get(col_var_ptr, at, live, True)
+    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
+    put(col_var_ptr, at, col_var, live, True)
 
 
 @triton.jit
 def adafactor_bfloat16_3_round(
     col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
-    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
+    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_col_var = tl.load(col_sum_for_col_var_ptr + at, mask=live, other=0.0)
-        col_var = tl.load(col_var_ptr + at, mask=live, other=0.0)
-        col_var = tl.fma(one_minus_beta2, col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
-        tl.store(col_var_ptr + at, col_var, mask=live)
+        adafactor_bfloat16_3_values(
+            col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
+            one_minus_t_pow_beta2_decay, one_minus_beta2,
+        )
+
+
+@triton.jit
+def adafactor_bfloat16_4_values(
+    alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5,
+):
+    """Values of the tensor."""
+    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    tl.store(alpha_ptr, alpha)
 
 
 @triton.jit
@@ -664,10 +802,17 @@ def adafactor_bfloat16_4_round(
     alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
     LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_ptr, alpha)
+    """All values of the tensor."""
+    adafactor_bfloat16_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5)
+
+
+@triton.jit
+def adafactor_bfloat16_5_values(
+    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
+):
+    """Values of matrices."""
+    mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
+    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
 
 
 @triton.jit
@@ -675,12 +820,23 @@ def adafactor_bfloat16_5_round(
     mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
     columns, eps1, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_row_var = tl.load(mat_sum_of_row_var_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_row_var_over_rows_max_eps1_ptr + at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), mask=live)
+        adafactor_bfloat16_5_values(
+            mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
+        )
+
+
+@triton.jit
+def adafactor_bfloat16_6_values(
+    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    row_var = get(row_var_ptr, at, live, True)
+    mat_sum_of_row_var_over_rows_max_eps1 = get(mat_sum_of_row_var_over_rows_max_eps1_ptr, at_mat, live, True)
+    put(row_div_ptr, at, row_var / mat_sum_of_row_var_over_rows_max_eps1, live, True)
 
 
 @triton.jit
@@ -688,21 +844,23 @@ def adafactor_bfloat16_6_round(
     row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns,
     LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-        mat_sum_of_row_var_over_rows_max_eps1 = tl.load(mat_sum_of_row_var_over_rows_max_eps1_ptr + at // rows, mask=live, other=0.0)
-        tl.store(row_div_ptr + at, row_var / mat_sum_of_row_var_over_rows_max_eps1, mask=live)
+        at_mat = at // rows
+        adafactor_bfloat16_6_values(
+            row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_bfloat16_2(
-    table, work, one_minus_t_pow_beta2_decay: tl.float32, one_minus_beta2: tl.float32, eps2: tl.float32,
-    lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32, LANES: tl.constexpr,
+    table, work, grad_scale_times_grad_scale: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
+    one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -724,25 +882,25 @@ def adafactor_bfloat16_2(
     extent_elements = tl.load(row + 22).to(tl.float32)
     adafactor_bfloat16_2_round(
         row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-        row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, one_minus_t_pow_beta2_decay,
-        one_minus_beta2, LANES,
-    )
-    tl.debug_barrier()
-    adafactor_bfloat16_3_round(
-        col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
+        row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
         one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
+    adafactor_bfloat16_3_round(
+        col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
+        grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
+    )
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_bfloat16_4_round(
         alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
         LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_bfloat16_5_round(
         mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
         columns, eps1, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_bfloat16_6_round(
         row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns, LANES,
     )
@@ -750,8 +908,8 @@ def adafactor_bfloat16_2(
 
 @triton.jit
 def adafactor_bfloat16_7_tile(
-    g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    grad_scale_times_grad_scale, eps1_times_eps1, MASKED: tl.constexpr,
+    g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col, eps1_times_eps1,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -761,22 +919,21 @@ def adafactor_bfloat16_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    g_cast = widened(g_stored)
-    row_div_rcp = reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(grad_scale_times_grad_scale * g_cast * row_div_rcp * g_cast * row_div_rcp, at, live, MASKED)
+    g_mul = widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_bfloat16_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    row_sum_of_update_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 18, tl.float32, ALIGNED)         # float32 [partial results]  written
     row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
@@ -784,17 +941,19 @@ def adafactor_bfloat16_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    col_var_ptr += left
-    row_sum_of_update_ptr += panel * rows + top
+    col_var_ptr += matrix * columns + left
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -802,10 +961,10 @@ def adafactor_bfloat16_7(
         start = tile * ROWS
         row_sum_term = adafactor_bfloat16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            grad_scale_times_grad_scale, eps1_times_eps1, False,
+            eps1_times_eps1, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -813,23 +972,22 @@ def adafactor_bfloat16_7(
         live = live_row & live_col
         row_sum_term = adafactor_bfloat16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            grad_scale_times_grad_scale, eps1_times_eps1, True,
+            eps1_times_eps1, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_bfloat16_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    row_sum_of_update_ptr = pointer(row + 18, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 18, tl.float32, False)           # float32 [partial results]  written
     row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
     row_sum_term_ptr = pointer(row + 25, tl.float32, False)
     height = tl.load(row + 20)
@@ -844,67 +1002,86 @@ def adafactor_bfloat16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_bfloat16_7_tile(
-            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale_times_grad_scale,
-            eps1_times_eps1, True,
+            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_bfloat16_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_bfloat16_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_bfloat16_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_bfloat16_9_values(
+    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    alpha = tl.load(alpha_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_bfloat16_9_round(
-    alpha_over_tensor_max_ptr, alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, d, LANES: tl.constexpr,
+    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    alpha = tl.load(alpha_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(alpha_over_tensor_max_ptr, alpha / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_bfloat16_9_values(
+        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_bfloat16_8(table, work, d: tl.float32, LANES: tl.constexpr):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_bfloat16_8(
+    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    tensor_div_ptr = pointer(row + 14, tl.float32, False)
     alpha_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
     extent_elements = tl.load(row + 22).to(tl.float32)
-    adafactor_bfloat16_8_round(tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    adafactor_bfloat16_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_bfloat16_9_round(
-        alpha_over_tensor_max_ptr, alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, d, LANES,
+        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def adafactor_bfloat16_10_tile(
-    p_ptr, g_ptr, col_var_ptr, alpha_over_tensor_max_ptr, row_div_ptr, at, at_row, at_col, live, live_row,
-    live_col, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
+    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    alpha_over_tensor_max = tl.load(alpha_over_tensor_max_ptr)
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     row_div = get(row_div_ptr, at_row, live_row, MASKED)
     col_var = get(col_var_ptr, at_col, live_col, MASKED)
@@ -914,7 +1091,7 @@ def adafactor_bfloat16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, alpha_over_tensor_max * widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus_grad_scale, tensor_div * widened(g_stored) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
@@ -933,7 +1110,7 @@ def adafactor_bfloat16_10(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 14, tl.float32, ALIGNED)           # float32 [1]  read
     row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
@@ -941,26 +1118,28 @@ def adafactor_bfloat16_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    col_var_ptr += left
+    col_var_ptr += matrix * columns + left
     row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         adafactor_bfloat16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, alpha_over_tensor_max_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, minus_grad_scale, False,
+            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
+            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -968,9 +1147,9 @@ def adafactor_bfloat16_10(
         live_col = lane < width
         live = live_row & live_col
         adafactor_bfloat16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, alpha_over_tensor_max_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, minus_grad_scale, True,
+            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
+            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            minus_grad_scale, True,
         )
 
 
@@ -985,7 +1164,7 @@ def adafactor_bfloat16_10_flat(
     p_ptr = pointer(row + 0, tl.bfloat16, False)                      # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, False)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 14, tl.float32, False)             # float32 [1]  read
     row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
     height = tl.load(row + 20)
     width = tl.load(row + 21)
@@ -999,13 +1178,13 @@ def adafactor_bfloat16_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_bfloat16_10_tile(
-            p_ptr, g_ptr, col_var_ptr, alpha_over_tensor_max_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
             one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
         )
 
 
 @triton.jit
-def adafactor_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def adafactor_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1013,14 +1192,13 @@ def adafactor_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast * g_cast
+    g_mul = g_cast * g_cast
     return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1036,26 +1214,28 @@ def adafactor_float16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_alpha_ptr += panel * rows + top
-    row_sum_for_row_var_ptr += panel * rows + top
-    col_sum_for_col_var_ptr += top // 64 * columns + left
+    row_sum_for_alpha_ptr += number % panels * (rows * tl.load(row + 19)) + top
+    row_sum_for_row_var_ptr += number % panels * (rows * tl.load(row + 19)) + top
+    col_sum_for_col_var_ptr += (number // panels).to(tl.int64) * columns + left
     g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, grad_scale_times_grad_scale, False,
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1))
@@ -1068,7 +1248,7 @@ def adafactor_float16_1(
         live_col = lane < width
         live = live_row & live_col
         row_sum_term, g_mul_term = adafactor_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, grad_scale_times_grad_scale, True,
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_alpha_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
@@ -1080,10 +1260,7 @@ def adafactor_float16_1(
 
 
 @triton.jit
-def adafactor_float16_1_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
@@ -1100,56 +1277,106 @@ def adafactor_float16_1_flat(
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, g_mul_term = adafactor_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, True)
+        row_sum_term, g_mul_term = adafactor_float16_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
         put(g_mul_term_ptr, at, g_mul_term, live, True)
 
 
 @triton.jit
+def adafactor_float16_2_values(
+    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_row_var = get(row_sum_for_row_var_ptr, at, live, True)
+    row_var = get(row_var_ptr, at, live, True)
+    row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
+    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
+    if STORED:
+        put(row_var_ptr, at, row_var, live, True)
+    return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
+
+
+@triton.jit
 def adafactor_float16_2_round(
     row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, one_minus_t_pow_beta2_decay,
-    one_minus_beta2, LANES: tl.constexpr,
+    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_row_vars = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            row_var_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                row_var_term, row_sum_for_alpha_term = adafactor_float16_2_values(
+                    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+                    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
+                )
+                row_var_terms += tl.sum(row_var_term, 0)
+            tl.store(mat_sum_of_row_var_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(row_var_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_row_var = tl.load(row_sum_for_row_var_ptr + at, mask=live, other=0.0)
-            row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-            row_var = tl.fma(one_minus_beta2, row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-            mat_sum_of_row_vars = mat_sum_of_row_vars + term(row_var, at, live, True)
-        tl.store(mat_sum_of_row_var_ptr + number, fold(mat_sum_of_row_vars), mask=number < end)
-    tensor_sum_for_alphas = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_row_var = tl.load(row_sum_for_row_var_ptr + at, mask=live, other=0.0)
-        row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-        row_sum_for_alpha = tl.load(row_sum_for_alpha_ptr + at, mask=live, other=0.0)
-        row_var = tl.fma(one_minus_beta2, row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-        tl.store(row_var_ptr + at, row_var, mask=live)
-        tensor_sum_for_alphas = tensor_sum_for_alphas + term(row_sum_for_alpha, at, live, True)
-    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_alphas, [1, 256])))
+            row_var_term, row_sum_for_alpha_term = adafactor_float16_2_values(
+                row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+                grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
+            )
+            tl.store(mat_sum_of_row_var_ptr + number, tl.sum(row_var_term, 1), mask=number < end)
+    row_sum_for_alpha_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_var_term, row_sum_for_alpha_term = adafactor_float16_2_values(
+            row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
+            grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, True,
+        )
+        row_sum_for_alpha_terms += tl.sum(row_sum_for_alpha_term, 0)
+    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_alpha_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_float16_3_values(
+    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
+    one_minus_t_pow_beta2_decay, one_minus_beta2,
+):
+    """Values of columns."""
+    col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
+    col_var = get(col_var_ptr, at, live, True)
+    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
+    put(col_var_ptr, at, col_var, live, True)
 
 
 @triton.jit
 def adafactor_float16_3_round(
     col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
-    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
+    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_col_var = tl.load(col_sum_for_col_var_ptr + at, mask=live, other=0.0)
-        col_var = tl.load(col_var_ptr + at, mask=live, other=0.0)
-        col_var = tl.fma(one_minus_beta2, col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
-        tl.store(col_var_ptr + at, col_var, mask=live)
+        adafactor_float16_3_values(
+            col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
+            one_minus_t_pow_beta2_decay, one_minus_beta2,
+        )
+
+
+@triton.jit
+def adafactor_float16_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5):
+    """Values of the tensor."""
+    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    tl.store(alpha_ptr, alpha)
 
 
 @triton.jit
@@ -1157,10 +1384,17 @@ def adafactor_float16_4_round(
     alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
     LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_ptr, alpha)
+    """All values of the tensor."""
+    adafactor_float16_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5)
+
+
+@triton.jit
+def adafactor_float16_5_values(
+    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
+):
+    """Values of matrices."""
+    mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
+    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
 
 
 @triton.jit
@@ -1168,12 +1402,23 @@ def adafactor_float16_5_round(
     mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
     columns, eps1, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_row_var = tl.load(mat_sum_of_row_var_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_row_var_over_rows_max_eps1_ptr + at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), mask=live)
+        adafactor_float16_5_values(
+            mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
+        )
+
+
+@triton.jit
+def adafactor_float16_6_values(
+    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    row_var = get(row_var_ptr, at, live, True)
+    mat_sum_of_row_var_over_rows_max_eps1 = get(mat_sum_of_row_var_over_rows_max_eps1_ptr, at_mat, live, True)
+    put(row_div_ptr, at, row_var / mat_sum_of_row_var_over_rows_max_eps1, live, True)
 
 
 @triton.jit
@@ -1181,21 +1426,23 @@ def adafactor_float16_6_round(
     row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns,
     LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        row_var = tl.load(row_var_ptr + at, mask=live, other=0.0)
-        mat_sum_of_row_var_over_rows_max_eps1 = tl.load(mat_sum_of_row_var_over_rows_max_eps1_ptr + at // rows, mask=live, other=0.0)
-        tl.store(row_div_ptr + at, row_var / mat_sum_of_row_var_over_rows_max_eps1, mask=live)
+        at_mat = at // rows
+        adafactor_float16_6_values(
+            row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_float16_2(
-    table, work, one_minus_t_pow_beta2_decay: tl.float32, one_minus_beta2: tl.float32, eps2: tl.float32,
-    lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32, LANES: tl.constexpr,
+    table, work, grad_scale_times_grad_scale: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
+    one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1217,25 +1464,25 @@ def adafactor_float16_2(
     extent_elements = tl.load(row + 22).to(tl.float32)
     adafactor_float16_2_round(
         row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-        row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, one_minus_t_pow_beta2_decay,
-        one_minus_beta2, LANES,
-    )
-    tl.debug_barrier()
-    adafactor_float16_3_round(
-        col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
+        row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
         one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
+    adafactor_float16_3_round(
+        col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
+        grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
+    )
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float16_4_round(
         alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
         LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float16_5_round(
         mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
         columns, eps1, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float16_6_round(
         row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns, LANES,
     )
@@ -1243,8 +1490,8 @@ def adafactor_float16_2(
 
 @triton.jit
 def adafactor_float16_7_tile(
-    g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
-    grad_scale_times_grad_scale, eps1_times_eps1, MASKED: tl.constexpr,
+    g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col, eps1_times_eps1,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1254,22 +1501,21 @@ def adafactor_float16_7_tile(
     # -- update  (specs/adafactor.py)
     estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    row_div_rcp = reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(grad_scale_times_grad_scale * g_cast * row_div_rcp * g_cast * row_div_rcp, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_float16_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """adafactor: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    row_sum_of_update_ptr = pointer(row + 18, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 18, tl.float32, ALIGNED)         # float32 [partial results]  written
     row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
@@ -1277,17 +1523,19 @@ def adafactor_float16_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    col_var_ptr += left
-    row_sum_of_update_ptr += panel * rows + top
+    col_var_ptr += matrix * columns + left
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 19)) + top
     row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1295,10 +1543,10 @@ def adafactor_float16_7(
         start = tile * ROWS
         row_sum_term = adafactor_float16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, at, at_row, lane,
-            grad_scale_times_grad_scale, eps1_times_eps1, False,
+            eps1_times_eps1, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1306,23 +1554,22 @@ def adafactor_float16_7(
         live = live_row & live_col
         row_sum_term = adafactor_float16_7_tile(
             g_ptr + start * columns, col_var_ptr, row_div_ptr + start, at, at_row, lane, live, live_row, live_col,
-            grad_scale_times_grad_scale, eps1_times_eps1, True,
+            eps1_times_eps1, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_float16_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    row_sum_of_update_ptr = pointer(row + 18, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 18, tl.float32, False)           # float32 [partial results]  written
     row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
     row_sum_term_ptr = pointer(row + 25, tl.float32, False)
     height = tl.load(row + 20)
@@ -1337,67 +1584,86 @@ def adafactor_float16_7_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_float16_7_tile(
-            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, grad_scale_times_grad_scale,
-            eps1_times_eps1, True,
+            g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_float16_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_float16_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_float16_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_float16_9_values(
+    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    alpha = tl.load(alpha_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_float16_9_round(
-    alpha_over_tensor_max_ptr, alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, d, LANES: tl.constexpr,
+    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    alpha = tl.load(alpha_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(alpha_over_tensor_max_ptr, alpha / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_float16_9_values(
+        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_float16_8(table, work, d: tl.float32, LANES: tl.constexpr):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_float16_8(
+    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    tensor_div_ptr = pointer(row + 14, tl.float32, False)
     alpha_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
     extent_elements = tl.load(row + 22).to(tl.float32)
-    adafactor_float16_8_round(tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    adafactor_float16_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_float16_9_round(
-        alpha_over_tensor_max_ptr, alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, d, LANES,
+        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def adafactor_float16_10_tile(
-    p_ptr, g_ptr, col_var_ptr, alpha_over_tensor_max_ptr, row_div_ptr, at, at_row, at_col, live, live_row,
-    live_col, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col,
+    one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    alpha_over_tensor_max = tl.load(alpha_over_tensor_max_ptr)
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     row_div = get(row_div_ptr, at_row, live_row, MASKED)
     col_var = get(col_var_ptr, at_col, live_col, MASKED)
@@ -1407,7 +1673,7 @@ def adafactor_float16_10_tile(
     estimate = row_div * col_var             # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, alpha_over_tensor_max * g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus_grad_scale, tensor_div * g_stored.to(tl.float32) * reciprocal(tl.sqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
 
@@ -1424,7 +1690,7 @@ def adafactor_float16_10(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [columns]  read
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 14, tl.float32, ALIGNED)           # float32 [1]  read
     row_div_ptr = pointer(row + 11, tl.float32, ALIGNED)              # float32 [rows]  read
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
@@ -1432,26 +1698,28 @@ def adafactor_float16_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    col_var_ptr += left
+    col_var_ptr += matrix * columns + left
     row_div_ptr += top
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         adafactor_float16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, alpha_over_tensor_max_ptr,
-            row_div_ptr + start, at, at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, minus_grad_scale, False,
+            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
+            at_row, lane, at, at_row, lane, one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale,
+            False,
         )
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
@@ -1459,9 +1727,9 @@ def adafactor_float16_10(
         live_col = lane < width
         live = live_row & live_col
         adafactor_float16_10_tile(
-            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, alpha_over_tensor_max_ptr,
-            row_div_ptr + start, at, at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay,
-            eps1_times_eps1, minus_grad_scale, True,
+            p_ptr + start * columns, g_ptr + start * columns, col_var_ptr, tensor_div_ptr, row_div_ptr + start, at,
+            at_row, lane, live, live_row, live_col, one_minus_lr_times_weight_decay, eps1_times_eps1,
+            minus_grad_scale, True,
         )
 
 
@@ -1476,7 +1744,7 @@ def adafactor_float16_10_flat(
     p_ptr = pointer(row + 0, tl.float16, False)                       # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     col_var_ptr = pointer(row + 3, tl.float32, False)                 # float32 [columns]  read
-    alpha_over_tensor_max_ptr = pointer(row + 14, tl.float32, False)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 14, tl.float32, False)             # float32 [1]  read
     row_div_ptr = pointer(row + 11, tl.float32, False)                # float32 [rows]  read
     height = tl.load(row + 20)
     width = tl.load(row + 21)
@@ -1490,15 +1758,15 @@ def adafactor_float16_10_flat(
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
         adafactor_float16_10_tile(
-            p_ptr, g_ptr, col_var_ptr, alpha_over_tensor_max_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
+            p_ptr, g_ptr, col_var_ptr, tensor_div_ptr, row_div_ptr, at, at_row, at_col, live, live, live,
             one_minus_lr_times_weight_decay, eps1_times_eps1, minus_grad_scale, True,
         )
 
 
 @triton.jit
 def adafactor_float32_no_factored_1_tile(
-    p_ptr, g_ptr, variance_ptr, at, live, scalar_0, one_minus_t_pow_beta2_decay, grad_scale_times_grad_scale,
-    eps1_times_eps1, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, at, live, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1509,15 +1777,14 @@ def adafactor_float32_no_factored_1_tile(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_float32_no_factored_1(
-    table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1528,7 +1795,7 @@ def adafactor_float32_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
     tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1545,7 +1812,7 @@ def adafactor_float32_no_factored_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, grad_scale_times_grad_scale, eps1_times_eps1, False,
+                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1554,7 +1821,7 @@ def adafactor_float32_no_factored_1(
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            grad_scale_times_grad_scale, eps1_times_eps1, False,
+            eps1_times_eps1, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1564,55 +1831,69 @@ def adafactor_float32_no_factored_1(
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                grad_scale_times_grad_scale, eps1_times_eps1, True,
+                eps1_times_eps1, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_float32_no_factored_2_values(
+    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
+    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_float32_no_factored_2_round(
-    alpha_over_tensor_max_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first,
-    end, rows, columns, eps2, d, lr_min_t_pow_m0p5, LANES: tl.constexpr,
+    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_over_tensor_max_ptr, alpha / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_float32_no_factored_2_values(
+        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
+        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_float32_no_factored_2(
-    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32, LANES: tl.constexpr,
+    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    alpha_over_tensor_max_ptr = pointer(row + 5, tl.float32, False)
+    tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_for_alpha_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 11).to(tl.float32)
     adafactor_float32_no_factored_2_round(
-        alpha_over_tensor_max_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first,
-        end, rows, columns, eps2, d, lr_min_t_pow_m0p5, LANES,
+        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def adafactor_float32_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, alpha_over_tensor_max_ptr, at, live, one_minus_lr_times_weight_decay,
-    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
+    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    alpha_over_tensor_max = tl.load(alpha_over_tensor_max_ptr)
+    tensor_div = tl.load(tensor_div_ptr)
     g = widened(get(g_ptr, at, live, MASKED))
     variance = get(variance_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
@@ -1621,7 +1902,7 @@ def adafactor_float32_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, alpha_over_tensor_max * g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus_grad_scale, tensor_div * g * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -1641,7 +1922,7 @@ def adafactor_float32_no_factored_3(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    alpha_over_tensor_max_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -1656,14 +1937,14 @@ def adafactor_float32_no_factored_3(
         for odd in tl.static_range(2):
             adafactor_float32_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                alpha_over_tensor_max_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+                eps1_times_eps1, minus_grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_float32_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, alpha_over_tensor_max_ptr, at, at,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
             one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
             minus_grad_scale, False,
         )
@@ -1672,7 +1953,7 @@ def adafactor_float32_no_factored_3(
         if start < count:
             live = few < count - start
             adafactor_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, alpha_over_tensor_max_ptr, few, live,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
                 one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                 minus_grad_scale, True,
             )
@@ -1680,8 +1961,8 @@ def adafactor_float32_no_factored_3(
 
 @triton.jit
 def adafactor_bfloat16_no_factored_1_tile(
-    p_ptr, g_ptr, variance_ptr, at, live, scalar_0, one_minus_t_pow_beta2_decay, grad_scale_times_grad_scale,
-    eps1_times_eps1, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, at, live, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1694,15 +1975,14 @@ def adafactor_bfloat16_no_factored_1_tile(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_bfloat16_no_factored_1(
-    table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1713,7 +1993,7 @@ def adafactor_bfloat16_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
     tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1730,7 +2010,7 @@ def adafactor_bfloat16_no_factored_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, grad_scale_times_grad_scale, eps1_times_eps1, False,
+                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1739,7 +2019,7 @@ def adafactor_bfloat16_no_factored_1(
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            grad_scale_times_grad_scale, eps1_times_eps1, False,
+            eps1_times_eps1, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1749,55 +2029,69 @@ def adafactor_bfloat16_no_factored_1(
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                grad_scale_times_grad_scale, eps1_times_eps1, True,
+                eps1_times_eps1, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_bfloat16_no_factored_2_values(
+    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
+    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_bfloat16_no_factored_2_round(
-    alpha_over_tensor_max_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first,
-    end, rows, columns, eps2, d, lr_min_t_pow_m0p5, LANES: tl.constexpr,
+    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_over_tensor_max_ptr, alpha / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_bfloat16_no_factored_2_values(
+        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
+        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_bfloat16_no_factored_2(
-    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32, LANES: tl.constexpr,
+    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    alpha_over_tensor_max_ptr = pointer(row + 5, tl.float32, False)
+    tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_for_alpha_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 11).to(tl.float32)
     adafactor_bfloat16_no_factored_2_round(
-        alpha_over_tensor_max_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first,
-        end, rows, columns, eps2, d, lr_min_t_pow_m0p5, LANES,
+        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def adafactor_bfloat16_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, alpha_over_tensor_max_ptr, at, live, one_minus_lr_times_weight_decay,
-    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
+    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    alpha_over_tensor_max = tl.load(alpha_over_tensor_max_ptr)
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     variance = get(variance_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1808,7 +2102,7 @@ def adafactor_bfloat16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, alpha_over_tensor_max * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
@@ -1830,7 +2124,7 @@ def adafactor_bfloat16_no_factored_3(
     p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    alpha_over_tensor_max_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -1845,14 +2139,14 @@ def adafactor_bfloat16_no_factored_3(
         for odd in tl.static_range(2):
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                alpha_over_tensor_max_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+                eps1_times_eps1, minus_grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_bfloat16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, alpha_over_tensor_max_ptr, at, at,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
             one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
             minus_grad_scale, False,
         )
@@ -1861,7 +2155,7 @@ def adafactor_bfloat16_no_factored_3(
         if start < count:
             live = few < count - start
             adafactor_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, alpha_over_tensor_max_ptr, few, live,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
                 one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                 minus_grad_scale, True,
             )
@@ -1869,8 +2163,8 @@ def adafactor_bfloat16_no_factored_3(
 
 @triton.jit
 def adafactor_float16_no_factored_1_tile(
-    p_ptr, g_ptr, variance_ptr, at, live, scalar_0, one_minus_t_pow_beta2_decay, grad_scale_times_grad_scale,
-    eps1_times_eps1, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, at, live, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1883,15 +2177,14 @@ def adafactor_float16_no_factored_1_tile(
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_float16_no_factored_1(
-    table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, eps1_times_eps1: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, scalar_0: tl.float32, one_minus_t_pow_beta2_decay: tl.float32, eps1_times_eps1: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr = 256,
 ):
     """adafactor: the tiles of one work item; see optgen.runtime.launch for table and work."""
@@ -1902,7 +2195,7 @@ def adafactor_float16_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read
     tensor_sum_for_alpha_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1919,7 +2212,7 @@ def adafactor_float16_no_factored_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE, at, at,
-                scalar_0, one_minus_t_pow_beta2_decay, grad_scale_times_grad_scale, eps1_times_eps1, False,
+                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1928,7 +2221,7 @@ def adafactor_float16_no_factored_1(
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
             p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            grad_scale_times_grad_scale, eps1_times_eps1, False,
+            eps1_times_eps1, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1938,55 +2231,69 @@ def adafactor_float16_no_factored_1(
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                grad_scale_times_grad_scale, eps1_times_eps1, True,
+                eps1_times_eps1, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_float16_no_factored_2_values(
+    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
+    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
+    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
+    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_float16_no_factored_2_round(
-    alpha_over_tensor_max_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first,
-    end, rows, columns, eps2, d, lr_min_t_pow_m0p5, LANES: tl.constexpr,
+    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_over_tensor_max_ptr, alpha / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_float16_no_factored_2_values(
+        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
+        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_float16_no_factored_2(
-    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32, LANES: tl.constexpr,
+    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    alpha_over_tensor_max_ptr = pointer(row + 5, tl.float32, False)
+    tensor_div_ptr = pointer(row + 5, tl.float32, False)
     tensor_sum_for_alpha_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 11).to(tl.float32)
     adafactor_float16_no_factored_2_round(
-        alpha_over_tensor_max_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_update_ptr, extent_elements, first,
-        end, rows, columns, eps2, d, lr_min_t_pow_m0p5, LANES,
+        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def adafactor_float16_no_factored_3_tile(
-    p_ptr, g_ptr, variance_ptr, alpha_over_tensor_max_ptr, at, live, one_minus_lr_times_weight_decay,
-    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, variance_ptr, tensor_div_ptr, at, live, one_minus_lr_times_weight_decay, scalar_0,
+    one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
-    alpha_over_tensor_max = tl.load(alpha_over_tensor_max_ptr)
+    tensor_div = tl.load(tensor_div_ptr)
     g_stored = get(g_ptr, at, live, MASKED)
     variance = get(variance_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1997,7 +2304,7 @@ def adafactor_float16_no_factored_3_tile(
     variance = tl.fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance)
     p = one_minus_lr_times_weight_decay * p  # 43  p = decoupled(p, lr, weight_decay)
     # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-    p = tl.fma(minus_grad_scale, alpha_over_tensor_max * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
+    p = tl.fma(minus_grad_scale, tensor_div * g_cast * reciprocal(tl.sqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))), p)
     # -- encode and store
     put(variance_ptr, at, variance, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
@@ -2017,7 +2324,7 @@ def adafactor_float16_no_factored_3(
     p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read and written
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     variance_ptr = pointer(row + 2, tl.float32, ALIGNED)              # float32 [n]  read and written
-    alpha_over_tensor_max_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [1]  read
+    tensor_div_ptr = pointer(row + 5, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -2032,14 +2339,14 @@ def adafactor_float16_no_factored_3(
         for odd in tl.static_range(2):
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
-                alpha_over_tensor_max_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, minus_grad_scale, False,
+                tensor_div_ptr, at, at, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay,
+                eps1_times_eps1, minus_grad_scale, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         adafactor_float16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, alpha_over_tensor_max_ptr, at, at,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
             one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
             minus_grad_scale, False,
         )
@@ -2048,7 +2355,7 @@ def adafactor_float16_no_factored_3(
         if start < count:
             live = few < count - start
             adafactor_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, alpha_over_tensor_max_ptr, few, live,
+                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
                 one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                 minus_grad_scale, True,
             )
@@ -2066,36 +2373,36 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adafactor_float32_no_factored_1": {"maxnreg": 64},
+    "adafactor_float32_no_factored_1": {"maxnreg": 96},
     "adafactor_float32_no_factored_3": {"maxnreg": 64},
-    "adafactor_bfloat16_no_factored_1": {"maxnreg": 64},
+    "adafactor_bfloat16_no_factored_1": {"maxnreg": 96},
     "adafactor_bfloat16_no_factored_3": {"maxnreg": 64},
-    "adafactor_float16_no_factored_1": {"maxnreg": 64},
+    "adafactor_float16_no_factored_1": {"maxnreg": 96},
     "adafactor_float16_no_factored_3": {"maxnreg": 64},
 }
 
-# Rows per tile of each kernel that walks panels of a matrix.
-ROWS = {
-    "adafactor_float32_1": 2,
-    "adafactor_float32_7": 2,
-    "adafactor_float32_10": 2,
-    "adafactor_bfloat16_1": 2,
-    "adafactor_bfloat16_7": 2,
-    "adafactor_bfloat16_10": 2,
-    "adafactor_float16_1": 2,
-    "adafactor_float16_7": 2,
-    "adafactor_float16_10": 2,
+# Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
+WARPS = {
+    "adafactor_float32_1": 4,
+    "adafactor_float32_7": 1,
+    "adafactor_float32_10": 4,
+    "adafactor_bfloat16_1": 4,
+    "adafactor_bfloat16_7": 1,
+    "adafactor_bfloat16_10": 4,
+    "adafactor_float16_1": 4,
+    "adafactor_float16_7": 1,
+    "adafactor_float16_10": 4,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
     "adafactor_float32_1": {'row_sum_for_alpha': 0, 'row_sum_for_row_var': 1, 'col_sum_for_col_var': 1},
-    "adafactor_float32_7": {'row_sum_of_update': 0},
+    "adafactor_float32_7": {'row_sum_of_g': 0},
     "adafactor_float32_10": {},
     "adafactor_bfloat16_1": {'row_sum_for_alpha': 0, 'row_sum_for_row_var': 1, 'col_sum_for_col_var': 1},
-    "adafactor_bfloat16_7": {'row_sum_of_update': 0},
+    "adafactor_bfloat16_7": {'row_sum_of_g': 0},
     "adafactor_bfloat16_10": {},
     "adafactor_float16_1": {'row_sum_for_alpha': 0, 'row_sum_for_row_var': 1, 'col_sum_for_col_var': 1},
-    "adafactor_float16_7": {'row_sum_of_update': 0},
+    "adafactor_float16_7": {'row_sum_of_g': 0},
     "adafactor_float16_10": {},
 }

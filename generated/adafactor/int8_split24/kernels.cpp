@@ -13,7 +13,7 @@
 //     col_var  0 B  f32, one per col
 //              exact; every f32
 //   traffic   15 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -41,13 +41,12 @@ struct adafactor_float32_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_alpha_at = (float *)at[2];    // float32 [row]  for row_sum
         float *__restrict row_sum_for_row_var_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g * g;
+            const F g_mul = g * g;
             store(row_sum_for_alpha_at + i, p * p);
             store(row_sum_for_row_var_at + i, g_mul);
         }
@@ -77,6 +76,7 @@ struct adafactor_float32_2 {
         const float *__restrict row_sum_for_row_var_at = (const float *)at[3];  // float32 [row]  read
         const float *__restrict row_sum_for_alpha_at = (const float *)at[4];    // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F one_minus_beta2(known.scalars[2]);
 
@@ -86,7 +86,7 @@ struct adafactor_float32_2 {
             const F row_var = load(row_var_at + i);
             const F row_sum_for_alpha = load(row_sum_for_alpha_at + i);
             // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            const F row_var_2 = fma(one_minus_beta2, row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
+            const F row_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
             store(row_var_at + i, row_var_2);
             store(mat_sum_of_row_var_at + i, row_var_2);
             store(tensor_sum_for_alpha_at + i, row_sum_for_alpha);
@@ -111,6 +111,7 @@ struct adafactor_float32_3 {
         float *__restrict col_var_at = (float *)at[0];                          // float32 [col]  read and written
         const float *__restrict col_sum_for_col_var_at = (const float *)at[1];  // float32 [col]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F one_minus_beta2(known.scalars[2]);
 
@@ -119,7 +120,7 @@ struct adafactor_float32_3 {
             const F col_sum_for_col_var = load(col_sum_for_col_var_at + i);
             const F col_var = load(col_var_at + i);
             // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            const F col_var_2 = fma(one_minus_beta2, col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
+            const F col_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
             store(col_var_at + i, col_var_2);
         }
     }
@@ -222,7 +223,7 @@ struct adafactor_float32_7 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
-        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_update
+        {12, 18, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 3},  // row_div
     };
 
@@ -231,9 +232,8 @@ struct adafactor_float32_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict col_var_at = (const float *)at[1];  // float32 [col]  read
-        float *__restrict row_sum_of_update_at = (float *)at[2];    // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[2];         // float32 [row]  for row_sum
         const float *__restrict row_div_at = (const float *)at[3];  // float32 [row]  read
-        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F eps1_times_eps1(known.scalars[6]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
@@ -241,8 +241,8 @@ struct adafactor_float32_7 {
             const F g = Grad::load(g_at + i);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F row_div_rcp = 1.0f / sqrt(max(estimate, eps1_times_eps1));
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * row_div_rcp * g * row_div_rcp);
+            const F g_mul = g / sqrt(max(estimate, eps1_times_eps1));
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -255,19 +255,19 @@ struct adafactor_float32_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -280,24 +280,25 @@ struct adafactor_float32_9 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {14, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // alpha
-        {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {13, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
-        const float *__restrict alpha_at = (const float *)at[1];                 // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict tensor_div_at = (float *)at[0];                   // float32 [tensor]  written
+        const float *__restrict alpha_at = (const float *)at[1];            // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F d(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F alpha = load(alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -313,23 +314,22 @@ struct adafactor_float32_10 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, COLUMN, true, false, NONE, 2},  // col_var
-        {14, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {14, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
         {11, -1, 4, ROW, true, false, NONE, 4},  // row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        const float *__restrict col_var_at = (const float *)at[2];  // float32 [col]  read
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
-        const float *__restrict row_div_at = (const float *)at[4];  // float32 [row]  read
+        const float *__restrict col_var_at = (const float *)at[2];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[4];     // float32 [row]  read
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F eps1_times_eps1(known.scalars[6]);
         const F minus_grad_scale(known.scalars[9]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -339,7 +339,7 @@ struct adafactor_float32_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(estimate, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
         }
     }
@@ -369,7 +369,6 @@ struct adafactor_bfloat16_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_alpha_at = (float *)at[3];           // float32 [row]  for row_sum
         float *__restrict row_sum_for_row_var_at = (float *)at[4];         // float32 [row]  for row_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -378,7 +377,7 @@ struct adafactor_bfloat16_1 {
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast * g_cast;
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_alpha_at + i, p * p);
             store(row_sum_for_row_var_at + i, g_mul);
         }
@@ -408,6 +407,7 @@ struct adafactor_bfloat16_2 {
         const float *__restrict row_sum_for_row_var_at = (const float *)at[3];  // float32 [row]  read
         const float *__restrict row_sum_for_alpha_at = (const float *)at[4];    // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F one_minus_beta2(known.scalars[2]);
 
@@ -417,7 +417,7 @@ struct adafactor_bfloat16_2 {
             const F row_var = load(row_var_at + i);
             const F row_sum_for_alpha = load(row_sum_for_alpha_at + i);
             // 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            const F row_var_2 = fma(one_minus_beta2, row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
+            const F row_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / F(extent[1]), one_minus_t_pow_beta2_decay * row_var);
             store(row_var_at + i, row_var_2);
             store(mat_sum_of_row_var_at + i, row_var_2);
             store(tensor_sum_for_alpha_at + i, row_sum_for_alpha);
@@ -442,6 +442,7 @@ struct adafactor_bfloat16_3 {
         float *__restrict col_var_at = (float *)at[0];                          // float32 [col]  read and written
         const float *__restrict col_sum_for_col_var_at = (const float *)at[1];  // float32 [col]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
         const F one_minus_beta2(known.scalars[2]);
 
@@ -450,7 +451,7 @@ struct adafactor_bfloat16_3 {
             const F col_sum_for_col_var = load(col_sum_for_col_var_at + i);
             const F col_var = load(col_var_at + i);
             // 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            const F col_var_2 = fma(one_minus_beta2, col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
+            const F col_var_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / F(extent[0]), one_minus_t_pow_beta2_decay * col_var);
             store(col_var_at + i, col_var_2);
         }
     }
@@ -553,7 +554,7 @@ struct adafactor_bfloat16_7 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, COLUMN, true, false, NONE, 1},  // col_var
-        {13, 19, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_update
+        {13, 19, 4, ROW, false, true, TOTAL, 2},  // row_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 3},  // row_div
     };
 
@@ -562,9 +563,8 @@ struct adafactor_bfloat16_7 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict col_var_at = (const float *)at[1];  // float32 [col]  read
-        float *__restrict row_sum_of_update_at = (float *)at[2];    // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[2];         // float32 [row]  for row_sum
         const float *__restrict row_div_at = (const float *)at[3];  // float32 [row]  read
-        const F grad_scale_times_grad_scale(known.scalars[0]);
         const F eps1_times_eps1(known.scalars[6]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
@@ -572,9 +572,8 @@ struct adafactor_bfloat16_7 {
             const F g_stored = Grad::load(g_at + i);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F g_cast = g_stored;
-            const F row_div_rcp = 1.0f / sqrt(max(estimate, eps1_times_eps1));
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * row_div_rcp * g_cast * row_div_rcp);
+            const F g_mul = g_stored / sqrt(max(estimate, eps1_times_eps1));
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -587,19 +586,19 @@ struct adafactor_bfloat16_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -612,24 +611,25 @@ struct adafactor_bfloat16_9 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {15, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {10, -1, 4, WHOLE, true, false, NONE, 1},  // alpha
-        {14, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {14, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
-        const float *__restrict alpha_at = (const float *)at[1];                 // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict tensor_div_at = (float *)at[0];                   // float32 [tensor]  written
+        const float *__restrict alpha_at = (const float *)at[1];            // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F d(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F alpha = load(alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -646,26 +646,25 @@ struct adafactor_bfloat16_10 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {4, -1, 4, COLUMN, true, false, NONE, 3},  // col_var
-        {15, -1, 4, WHOLE, true, false, NONE, 4},  // alpha_over_tensor_max
+        {15, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
         {12, -1, 4, ROW, true, false, NONE, 5},  // row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        const float *__restrict col_var_at = (const float *)at[3];  // float32 [col]  read
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[4];
-        const float *__restrict row_div_at = (const float *)at[5];  // float32 [row]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        const float *__restrict col_var_at = (const float *)at[3];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[5];     // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F eps1_times_eps1(known.scalars[6]);
         const F minus_grad_scale(known.scalars[9]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -693,7 +692,7 @@ struct adafactor_bfloat16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -728,7 +727,6 @@ struct adafactor_float16_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_alpha_at = (float *)at[3];           // float32 [row]  for row_sum
         float *__restrict row_sum_for_row_var_at = (float *)at[4];         // float32 [row]  for row_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -745,7 +743,7 @@ struct adafactor_float16_1 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast * g_cast;
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_alpha_at + i, p * p);
             store(row_sum_for_row_var_at + i, g_mul);
         }
@@ -764,26 +762,25 @@ struct adafactor_float16_10 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {4, -1, 4, COLUMN, true, false, NONE, 3},  // col_var
-        {15, -1, 4, WHOLE, true, false, NONE, 4},  // alpha_over_tensor_max
+        {15, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
         {12, -1, 4, ROW, true, false, NONE, 5},  // row_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];       // uint8 [n]  read and written
-        const float *__restrict col_var_at = (const float *)at[3];  // float32 [col]  read
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[4];
-        const float *__restrict row_div_at = (const float *)at[5];  // float32 [row]  read
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        const float *__restrict col_var_at = (const float *)at[3];     // float32 [col]  read
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
+        const float *__restrict row_div_at = (const float *)at[5];     // float32 [row]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[8]);
         const F eps1_times_eps1(known.scalars[6]);
         const F minus_grad_scale(known.scalars[9]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -819,12 +816,12 @@ struct adafactor_float16_10 {
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            const I alpha_over_tensor_max_bitcast = bits(p_3);
-            const I p_sign = alpha_over_tensor_max_bitcast >> 16 & 32768;
-            const I p_magnitude = alpha_over_tensor_max_bitcast & 2147483647;
-            const F alpha_over_tensor_max_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * alpha_over_tensor_max_bitcast_2;
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
+            const I tensor_div_bitcast = bits(p_3);
+            const I p_sign = tensor_div_bitcast >> 16 & 32768;
+            const I p_magnitude = tensor_div_bitcast & 2147483647;
+            const F tensor_div_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -833,7 +830,7 @@ struct adafactor_float16_10 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(alpha_over_tensor_max_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -855,7 +852,7 @@ struct adafactor_float32_no_factored_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // variance
         {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // variance_range
         {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -866,11 +863,10 @@ struct adafactor_float32_no_factored_1 {
         const uint8_t *__restrict variance_at = (const uint8_t *)at[2];        // uint8 [n]  read
         const int16_t *__restrict variance_range_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];                 // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
 
@@ -899,9 +895,9 @@ struct adafactor_float32_no_factored_1 {
                 const F variance = variance_value * variance_value;
                 // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
                 const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
-                const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+                const F g_mul = g / sqrt(max(variance_2, eps1_times_eps1));
                 store(tensor_sum_for_alpha_at + i, p * p);
-                store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g * g_rcp * g * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -915,28 +911,29 @@ struct adafactor_float32_no_factored_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_for_alpha_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];       // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[4]);
-        const F d(known.scalars[5]);
-        const F lr_min_t_pow_m0p5(known.scalars[6]);
+        const F eps2(known.scalars[3]);
+        const F d(known.scalars[4]);
+        const F lr_min_t_pow_m0p5(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_alpha = load(tensor_sum_for_alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -953,26 +950,25 @@ struct adafactor_float32_no_factored_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // variance
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // variance_range
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // alpha_over_tensor_max
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict variance_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        int16_t *__restrict variance_range_at = (int16_t *)at[3];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[4];
+        uint8_t *__restrict variance_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        int16_t *__restrict variance_range_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1030,7 +1026,7 @@ struct adafactor_float32_no_factored_3 {
                 const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+                const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I variance_pattern = bits(sqrt(variance_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -1098,7 +1094,7 @@ struct adafactor_float32_no_factored_small_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // variance
         {3, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_alpha
-        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1108,11 +1104,10 @@ struct adafactor_float32_no_factored_small_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict variance_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -1121,9 +1116,9 @@ struct adafactor_float32_no_factored_small_1 {
             const F variance = load(variance_at + i);
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
-            const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+            const F g_mul = g / sqrt(max(variance_2, eps1_times_eps1));
             store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g * g_rcp * g * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1136,28 +1131,29 @@ struct adafactor_float32_no_factored_small_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {5, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {5, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_for_alpha_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];       // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[4]);
-        const F d(known.scalars[5]);
-        const F lr_min_t_pow_m0p5(known.scalars[6]);
+        const F eps2(known.scalars[3]);
+        const F d(known.scalars[4]);
+        const F lr_min_t_pow_m0p5(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_alpha = load(tensor_sum_for_alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -1173,23 +1169,22 @@ struct adafactor_float32_no_factored_small_3 {
         {0, -1, 4, ELEMENT, true, true, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // variance
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // alpha_over_tensor_max
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];         // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict variance_at = (float *)at[2];  // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[3];
+        float *__restrict variance_at = (float *)at[2];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[3];  // float32 [tensor]  read
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -1200,7 +1195,7 @@ struct adafactor_float32_no_factored_small_3 {
             const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             store(p_at + i, p_3);
             store(variance_at + i, variance_2);
         }
@@ -1221,7 +1216,7 @@ struct adafactor_bfloat16_no_factored_1 {
         {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // variance_range
         {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_alpha
-        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_update
+        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1233,11 +1228,10 @@ struct adafactor_bfloat16_no_factored_1 {
         const uint8_t *__restrict variance_at = (const uint8_t *)at[3];        // uint8 [n]  read
         const int16_t *__restrict variance_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[6];                 // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
 
@@ -1269,9 +1263,9 @@ struct adafactor_bfloat16_no_factored_1 {
                 const F g_cast = g_stored;
                 // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+                const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
                 store(tensor_sum_for_alpha_at + i, p * p);
-                store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -1285,28 +1279,29 @@ struct adafactor_bfloat16_no_factored_2 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // alpha_over_tensor_max
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // tensor_div
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_for_alpha
-        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict alpha_over_tensor_max_at = (float *)at[0];             // float32 [tensor]  written
+        float *__restrict tensor_div_at = (float *)at[0];                        // float32 [tensor]  written
         const float *__restrict tensor_sum_for_alpha_at = (const float *)at[1];  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];       // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
-        const F eps2(known.scalars[4]);
-        const F d(known.scalars[5]);
-        const F lr_min_t_pow_m0p5(known.scalars[6]);
+        const F eps2(known.scalars[3]);
+        const F d(known.scalars[4]);
+        const F lr_min_t_pow_m0p5(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[6]);
 
         // -- elements: decode, update  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_alpha = load(tensor_sum_for_alpha_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
             const F alpha = max(sqrt(tensor_sum_for_alpha / F(extent[2])), eps2) * lr_min_t_pow_m0p5;
-            store(alpha_over_tensor_max_at + i, alpha / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / d));
+            store(tensor_div_at + i, alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / d));
         }
     }
 };
@@ -1324,27 +1319,26 @@ struct adafactor_bfloat16_no_factored_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // variance_range
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // alpha_over_tensor_max
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];      // uint8 [n]  read and written
-        uint8_t *__restrict variance_at = (uint8_t *)at[3];        // uint8 [n]  read and written
-        int16_t *__restrict variance_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[5];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        uint8_t *__restrict variance_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        int16_t *__restrict variance_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1405,7 +1399,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+                const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1476,7 +1470,7 @@ struct adafactor_bfloat16_no_factored_small_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 3},  // variance
         {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1487,11 +1481,10 @@ struct adafactor_bfloat16_no_factored_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const float *__restrict variance_at = (const float *)at[3];        // float32 [n]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[4];        // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];        // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -1503,9 +1496,9 @@ struct adafactor_bfloat16_no_factored_small_1 {
             const F g_cast = g_stored;
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
             store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1522,26 +1515,25 @@ struct adafactor_bfloat16_no_factored_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // variance
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // alpha_over_tensor_max
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict variance_at = (float *)at[3];        // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[4];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        float *__restrict variance_at = (float *)at[3];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1571,7 +1563,7 @@ struct adafactor_bfloat16_no_factored_small_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1597,7 +1589,7 @@ struct adafactor_float16_no_factored_1 {
         {3, -1, 1, ELEMENT, true, false, NONE, 3},  // variance
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // variance_range
         {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_alpha
-        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_update
+        {6, 9, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1609,11 +1601,10 @@ struct adafactor_float16_no_factored_1 {
         const uint8_t *__restrict variance_at = (const uint8_t *)at[3];        // uint8 [n]  read
         const int16_t *__restrict variance_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[6];                 // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
 
@@ -1653,9 +1644,9 @@ struct adafactor_float16_no_factored_1 {
                 const F g_cast = g_stored;
                 // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+                const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
                 store(tensor_sum_for_alpha_at + i, p * p);
-                store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -1674,27 +1665,26 @@ struct adafactor_float16_no_factored_3 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 1, ELEMENT, true, true, NONE, 3},  // variance
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // variance_range
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // alpha_over_tensor_max
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];      // uint8 [n]  read and written
-        uint8_t *__restrict variance_at = (uint8_t *)at[3];        // uint8 [n]  read and written
-        int16_t *__restrict variance_range_at = (int16_t *)at[4];  // int16 [blocks of 64]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[5];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        uint8_t *__restrict variance_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        int16_t *__restrict variance_range_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[5];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1763,12 +1753,12 @@ struct adafactor_float16_no_factored_3 {
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-                const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-                const I alpha_over_tensor_max_bitcast = bits(p_3);
-                const I p_sign = alpha_over_tensor_max_bitcast >> 16 & 32768;
-                const I p_magnitude = alpha_over_tensor_max_bitcast & 2147483647;
-                const F alpha_over_tensor_max_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * alpha_over_tensor_max_bitcast_2;
+                const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+                const I tensor_div_bitcast = bits(p_3);
+                const I p_sign = tensor_div_bitcast >> 16 & 32768;
+                const I p_magnitude = tensor_div_bitcast & 2147483647;
+                const F tensor_div_bitcast_2 = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1777,7 +1767,7 @@ struct adafactor_float16_no_factored_3 {
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
                 const I p_rebiased = p_magnitude + -939524096;
                 const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(alpha_over_tensor_max_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I variance_pattern = bits(sqrt(variance_2));
@@ -1846,7 +1836,7 @@ struct adafactor_float16_no_factored_small_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 3},  // variance
         {4, 7, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_alpha
-        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {5, 8, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1857,11 +1847,10 @@ struct adafactor_float16_no_factored_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const float *__restrict variance_at = (const float *)at[3];        // float32 [n]  read
         float *__restrict tensor_sum_for_alpha_at = (float *)at[4];        // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];        // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F grad_scale_times_grad_scale(known.scalars[2]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int i = 0; i < count; i += W) {
@@ -1881,9 +1870,9 @@ struct adafactor_float16_no_factored_small_1 {
             const F g_cast = g_stored;
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F g_rcp = 1.0f / sqrt(max(variance_2, eps1_times_eps1));
+            const F g_mul = g_cast / sqrt(max(variance_2, eps1_times_eps1));
             store(tensor_sum_for_alpha_at + i, p * p);
-            store(tensor_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1900,26 +1889,25 @@ struct adafactor_float16_no_factored_small_3 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // variance
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // alpha_over_tensor_max
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict variance_at = (float *)at[3];        // float32 [n]  read and written
-        // float32 [tensor]  read
-        const float *__restrict alpha_over_tensor_max_at = (const float *)at[4];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];          // uint8 [n]  read and written
+        float *__restrict variance_at = (float *)at[3];                // float32 [n]  read and written
+        const float *__restrict tensor_div_at = (const float *)at[4];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F one_minus_lr_times_weight_decay(known.scalars[7]);
         const F scalar_0(known.scalars[0]);
         const F one_minus_t_pow_beta2_decay(known.scalars[1]);
-        const F eps1_times_eps1(known.scalars[3]);
+        const F eps1_times_eps1(known.scalars[2]);
         const F minus_grad_scale(known.scalars[8]);
-        const F alpha_over_tensor_max = F(*alpha_over_tensor_max_at);
+        const F tensor_div = F(*tensor_div_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1957,12 +1945,12 @@ struct adafactor_float16_no_factored_small_3 {
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
-            const F p_3 = fma(minus_grad_scale, alpha_over_tensor_max * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            const I alpha_over_tensor_max_bitcast = bits(p_3);
-            const I p_sign = alpha_over_tensor_max_bitcast >> 16 & 32768;
-            const I p_magnitude = alpha_over_tensor_max_bitcast & 2147483647;
-            const F alpha_over_tensor_max_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * alpha_over_tensor_max_bitcast_2;
+            const F p_3 = fma(minus_grad_scale, tensor_div * g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
+            const I tensor_div_bitcast = bits(p_3);
+            const I p_sign = tensor_div_bitcast >> 16 & 32768;
+            const I p_magnitude = tensor_div_bitcast & 2147483647;
+            const F tensor_div_bitcast_2 = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, step)
             const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
@@ -1971,7 +1959,7 @@ struct adafactor_float16_no_factored_small_3 {
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
             const I p_rebiased = p_magnitude + -939524096;
             const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(alpha_over_tensor_max_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
             const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
@@ -1999,13 +1987,13 @@ struct adafactor_float32 {
         {4, WHOLE},  // alpha
         {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
         {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float32_1<Grad>>(),
@@ -2040,13 +2028,13 @@ struct adafactor_bfloat16 {
         {4, WHOLE},  // alpha
         {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
         {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_bfloat16_1<Grad>>(),
@@ -2081,13 +2069,13 @@ struct adafactor_float16 {
         {4, WHOLE},  // alpha
         {4, MATRIX},  // mat_sum_of_row_var_over_rows_max_eps1
         {4, ROW},  // row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_alpha
         {4, ROW + 8},  // partial results of row_sum_for_row_var
         {4, COLUMN + 8},  // partial results of col_sum_for_col_var
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float16_1<Grad>>(),
@@ -2114,10 +2102,10 @@ struct adafactor_float32_no_factored {
         {1, ELEMENT},  // variance
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float32_no_factored_1<Grad>>(),
@@ -2136,10 +2124,10 @@ struct adafactor_float32_no_factored_small {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float32_no_factored_small_1<Grad>>(),
@@ -2160,10 +2148,10 @@ struct adafactor_bfloat16_no_factored {
         {1, ELEMENT},  // variance
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_bfloat16_no_factored_1<Grad>>(),
@@ -2183,10 +2171,10 @@ struct adafactor_bfloat16_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_bfloat16_no_factored_small_1<Grad>>(),
@@ -2207,10 +2195,10 @@ struct adafactor_float16_no_factored {
         {1, ELEMENT},  // variance
         {2, BLOCK_OF},  // variance_range
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float16_no_factored_1<Grad>>(),
@@ -2230,10 +2218,10 @@ struct adafactor_float16_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // variance
         {4, WHOLE},  // tensor_sum_for_alpha
-        {4, WHOLE},  // tensor_sum_of_update
-        {4, WHOLE},  // alpha_over_tensor_max
+        {4, WHOLE},  // tensor_sum_of_g
+        {4, WHOLE},  // tensor_div
         {4, WHOLE + 8},  // partial results of tensor_sum_for_alpha
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_float16_no_factored_small_1<Grad>>(),

@@ -13,7 +13,7 @@
 //     exp_avg_sq_col  0 B  f32, one per col
 //                     exact; every f32
 //   traffic   12 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -41,16 +41,14 @@ struct adafactor_paper_float32_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
+            const F g_mul = g * g;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -79,6 +77,8 @@ struct adafactor_paper_float32_2 {
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[3];
         const float *__restrict row_sum_for_rate_at = (const float *)at[4];  // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -88,7 +88,7 @@ struct adafactor_paper_float32_2 {
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             const F row_sum_for_rate = load(row_sum_for_rate_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(tensor_sum_for_rate_at + i, row_sum_for_rate);
@@ -116,6 +116,8 @@ struct adafactor_paper_float32_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -124,7 +126,7 @@ struct adafactor_paper_float32_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -231,7 +233,7 @@ struct adafactor_paper_float32_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 20, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {14, 20, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {9, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -240,17 +242,17 @@ struct adafactor_paper_float32_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -263,19 +265,19 @@ struct adafactor_paper_float32_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -290,22 +292,23 @@ struct adafactor_paper_float32_9 {
     static constexpr Place PLACES[] = {
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {10, -1, 4, WHOLE, true, false, NONE, 1},  // rate
-        {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        const float *__restrict rate_at = (const float *)at[1];                  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
+        const float *__restrict rate_at = (const float *)at[1];              // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];   // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F rate = load(rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -376,19 +379,16 @@ struct adafactor_paper_bfloat16_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -402,7 +402,7 @@ struct adafactor_paper_bfloat16_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 20, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {14, 20, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {9, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -411,18 +411,17 @@ struct adafactor_paper_bfloat16_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -496,19 +495,16 @@ struct adafactor_paper_float16_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -570,7 +566,7 @@ struct adafactor_paper_float32_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -580,7 +576,7 @@ struct adafactor_paper_float32_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -591,13 +587,12 @@ struct adafactor_paper_float32_no_factored_1 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -613,28 +608,29 @@ struct adafactor_paper_float32_no_factored_2 {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -701,7 +697,7 @@ struct adafactor_paper_bfloat16_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -711,7 +707,7 @@ struct adafactor_paper_bfloat16_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -720,17 +716,17 @@ struct adafactor_paper_bfloat16_no_factored_1 {
         // -- elements: decode, update, encode  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);              // bf16, nearest
+            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -801,7 +797,7 @@ struct adafactor_paper_float16_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -811,7 +807,7 @@ struct adafactor_paper_float16_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -820,17 +816,17 @@ struct adafactor_paper_float16_no_factored_1 {
         // -- elements: decode, update, encode  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);           // f16, nearest
+            const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -909,16 +905,14 @@ struct adafactor_paper_float32_has_momentum_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
+            const F g_mul = g * g;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -947,6 +941,8 @@ struct adafactor_paper_float32_has_momentum_2 {
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[3];
         const float *__restrict row_sum_for_rate_at = (const float *)at[4];  // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -956,7 +952,7 @@ struct adafactor_paper_float32_has_momentum_2 {
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             const F row_sum_for_rate = load(row_sum_for_rate_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(tensor_sum_for_rate_at + i, row_sum_for_rate);
@@ -984,6 +980,8 @@ struct adafactor_paper_float32_has_momentum_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -992,7 +990,7 @@ struct adafactor_paper_float32_has_momentum_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -1099,7 +1097,7 @@ struct adafactor_paper_float32_has_momentum_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {14, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -1108,17 +1106,17 @@ struct adafactor_paper_float32_has_momentum_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1131,19 +1129,19 @@ struct adafactor_paper_float32_has_momentum_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -1158,22 +1156,23 @@ struct adafactor_paper_float32_has_momentum_9 {
     static constexpr Place PLACES[] = {
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {11, -1, 4, WHOLE, true, false, NONE, 1},  // rate
-        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        const float *__restrict rate_at = (const float *)at[1];                  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
+        const float *__restrict rate_at = (const float *)at[1];              // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];   // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F rate = load(rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -1250,19 +1249,16 @@ struct adafactor_paper_bfloat16_has_momentum_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -1276,7 +1272,7 @@ struct adafactor_paper_bfloat16_has_momentum_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {14, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -1285,18 +1281,17 @@ struct adafactor_paper_bfloat16_has_momentum_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1376,19 +1371,16 @@ struct adafactor_paper_float16_has_momentum_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -1456,7 +1448,7 @@ struct adafactor_paper_float32_has_momentum_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {4, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1466,7 +1458,7 @@ struct adafactor_paper_float32_has_momentum_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1477,13 +1469,12 @@ struct adafactor_paper_float32_has_momentum_no_factored_1 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1499,28 +1490,29 @@ struct adafactor_paper_float32_has_momentum_no_factored_2 {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -1593,7 +1585,7 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {4, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1603,7 +1595,7 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1612,17 +1604,17 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_1 {
         // -- elements: decode, update, encode  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widened(p_stored);              // bf16, nearest
+            const F p = widened(p_stored);  // bf16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1699,7 +1691,7 @@ struct adafactor_paper_float16_has_momentum_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {4, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1709,7 +1701,7 @@ struct adafactor_paper_float16_has_momentum_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1718,17 +1710,17 @@ struct adafactor_paper_float16_has_momentum_no_factored_1 {
         // -- elements: decode, update, encode  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
-            const F p = widen_half(p_stored);           // f16, nearest
+            const F p = widen_half(p_stored);  // f16, nearest
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1836,28 +1828,29 @@ struct adafactor_paper_float32_no_relative_step_no_factored_2 {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -1908,28 +1901,29 @@ struct adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2 {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -1953,14 +1947,12 @@ struct adafactor_paper_float32_no_scale_parameter_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -1985,6 +1977,8 @@ struct adafactor_paper_float32_no_scale_parameter_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -1993,7 +1987,7 @@ struct adafactor_paper_float32_no_scale_parameter_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -2020,6 +2014,8 @@ struct adafactor_paper_float32_no_scale_parameter_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2028,7 +2024,7 @@ struct adafactor_paper_float32_no_scale_parameter_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -2101,7 +2097,7 @@ struct adafactor_paper_float32_no_scale_parameter_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {10, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {10, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {9, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {7, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2110,17 +2106,17 @@ struct adafactor_paper_float32_no_scale_parameter_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2133,19 +2129,19 @@ struct adafactor_paper_float32_no_scale_parameter_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {10, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {11, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {10, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -2159,22 +2155,23 @@ struct adafactor_paper_float32_no_scale_parameter_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2238,16 +2235,13 @@ struct adafactor_paper_bfloat16_no_scale_parameter_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -2261,7 +2255,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {10, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {10, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {9, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {7, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2270,18 +2264,17 @@ struct adafactor_paper_bfloat16_no_scale_parameter_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2382,7 +2375,7 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2390,7 +2383,7 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -2400,12 +2393,11 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2419,22 +2411,23 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2495,7 +2488,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2503,7 +2496,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -2514,12 +2507,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2642,14 +2635,12 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -2674,6 +2665,8 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2682,7 +2675,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -2709,6 +2702,8 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2717,7 +2712,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -2790,7 +2785,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {10, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {8, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2799,17 +2794,17 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2822,19 +2817,19 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {11, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {12, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {11, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -2848,22 +2843,23 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {13, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2934,16 +2930,13 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -2957,7 +2950,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {10, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {8, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2966,18 +2959,17 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -3092,7 +3084,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3100,7 +3092,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -3110,12 +3102,11 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -3129,22 +3120,23 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -3212,7 +3204,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3220,7 +3212,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -3231,12 +3223,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -3364,21 +3356,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -3519,21 +3512,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -3693,21 +3687,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {13, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -3866,21 +3861,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -4069,13 +4065,13 @@ struct adafactor_paper_float32 {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_1<Grad>>(),
@@ -4111,13 +4107,13 @@ struct adafactor_paper_bfloat16 {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_1<Grad>>(),
@@ -4153,13 +4149,13 @@ struct adafactor_paper_float16 {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_1<Grad>>(),
@@ -4185,11 +4181,11 @@ struct adafactor_paper_float32_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_factored_1<Grad>>(),
@@ -4208,11 +4204,11 @@ struct adafactor_paper_bfloat16_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_factored_1<Grad>>(),
@@ -4231,11 +4227,11 @@ struct adafactor_paper_float16_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_no_factored_1<Grad>>(),
@@ -4265,13 +4261,13 @@ struct adafactor_paper_float32_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_1<Grad>>(),
@@ -4308,13 +4304,13 @@ struct adafactor_paper_bfloat16_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_1<Grad>>(),
@@ -4351,13 +4347,13 @@ struct adafactor_paper_float16_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_1<Grad>>(),
@@ -4384,11 +4380,11 @@ struct adafactor_paper_float32_has_momentum_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_no_factored_1<Grad>>(),
@@ -4408,11 +4404,11 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_no_factored_1<Grad>>(),
@@ -4432,11 +4428,11 @@ struct adafactor_paper_float16_has_momentum_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_no_factored_1<Grad>>(),
@@ -4465,13 +4461,13 @@ struct adafactor_paper_float32_no_relative_step {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_1<Grad>>(),
@@ -4507,13 +4503,13 @@ struct adafactor_paper_bfloat16_no_relative_step {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_1<Grad>>(),
@@ -4549,13 +4545,13 @@ struct adafactor_paper_float16_no_relative_step {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_1<Grad>>(),
@@ -4581,11 +4577,11 @@ struct adafactor_paper_float32_no_relative_step_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_factored_1<Grad>>(),
@@ -4604,11 +4600,11 @@ struct adafactor_paper_bfloat16_no_relative_step_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_factored_1<Grad>>(),
@@ -4627,11 +4623,11 @@ struct adafactor_paper_float16_no_relative_step_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_no_factored_1<Grad>>(),
@@ -4661,13 +4657,13 @@ struct adafactor_paper_float32_no_relative_step_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_1<Grad>>(),
@@ -4704,13 +4700,13 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_1<Grad>>(),
@@ -4747,13 +4743,13 @@ struct adafactor_paper_float16_no_relative_step_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_1<Grad>>(),
@@ -4780,11 +4776,11 @@ struct adafactor_paper_float32_no_relative_step_has_momentum_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_no_factored_1<Grad>>(),
@@ -4804,11 +4800,11 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_no_factored_1<Grad>>(),
@@ -4828,11 +4824,11 @@ struct adafactor_paper_float16_no_relative_step_has_momentum_no_factored {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_no_factored_1<Grad>>(),
@@ -4857,12 +4853,12 @@ struct adafactor_paper_float32_no_scale_parameter {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_1<Grad>>(),
@@ -4893,12 +4889,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -4929,12 +4925,12 @@ struct adafactor_paper_float16_no_scale_parameter {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -4958,9 +4954,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_no_factored_1<Grad>>(),
@@ -4978,9 +4974,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -4998,9 +4994,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -5026,12 +5022,12 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -5063,12 +5059,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -5100,12 +5096,12 @@ struct adafactor_paper_float16_no_scale_parameter_has_momentum {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -5130,9 +5126,9 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -5151,9 +5147,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -5172,9 +5168,9 @@ struct adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -5199,12 +5195,12 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_1<Grad>>(),
@@ -5235,12 +5231,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -5271,12 +5267,12 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -5300,9 +5296,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_no_factored_1<Grad>>(),
@@ -5320,9 +5316,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored 
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -5340,9 +5336,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored {
         {2, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -5368,12 +5364,12 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum 
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -5405,12 +5401,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -5442,12 +5438,12 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum 
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -5472,9 +5468,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -5493,9 +5489,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -5514,9 +5510,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),

@@ -13,33 +13,29 @@
 #     exp_avg_sq_col  0 B  f32, one per col
 #                     exact; every f32
 #   traffic   12 B per bfloat16 parameter and step: 3 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import fold, get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
 
 
 @triton.jit
-def adafactor_paper_float32_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -55,54 +51,53 @@ def adafactor_paper_float32_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float32_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float32_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float32_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
-def adafactor_paper_float32_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
-):
+def adafactor_paper_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
@@ -112,66 +107,119 @@ def adafactor_paper_float32_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 18, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    square_term_ptr = pointer(row + 28, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 28, tl.float32, False)
     numel = tl.load(row + 24)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float32_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_float32_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+    rate,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate_)
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
@@ -179,11 +227,20 @@ def adafactor_paper_float32_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, eps2, weight_decay, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate_)
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+        rate,
+    )
+
+
+@triton.jit
+def adafactor_paper_float32_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -191,12 +248,23 @@ def adafactor_paper_float32_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -204,21 +272,23 @@ def adafactor_paper_float32_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32,
-    weight_decay: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
+    rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -242,25 +312,26 @@ def adafactor_paper_float32_2(
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_float32_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, eps2, weight_decay, rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -270,7 +341,7 @@ def adafactor_paper_float32_2(
 @triton.jit
 def adafactor_paper_float32_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -278,19 +349,19 @@ def adafactor_paper_float32_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 22)
@@ -299,28 +370,30 @@ def adafactor_paper_float32_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 21)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -328,22 +401,19 @@ def adafactor_paper_float32_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
-def adafactor_paper_float32_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def adafactor_paper_float32_7_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
@@ -360,57 +430,77 @@ def adafactor_paper_float32_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_float32_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_float32_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
     rate_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 22)
     columns = tl.load(row + 23)
     extent_elements = tl.load(row + 24).to(tl.float32)
-    adafactor_paper_float32_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
-    )
-    tl.debug_barrier()
+    adafactor_paper_float32_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -455,10 +545,12 @@ def adafactor_paper_float32_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -466,7 +558,7 @@ def adafactor_paper_float32_10(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -519,25 +611,21 @@ def adafactor_paper_float32_10_flat(
 
 
 @triton.jit
-def adafactor_paper_bfloat16_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -553,54 +641,53 @@ def adafactor_paper_bfloat16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_bfloat16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
-def adafactor_paper_bfloat16_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
-):
+def adafactor_paper_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
@@ -610,66 +697,119 @@ def adafactor_paper_bfloat16_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 18, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    square_term_ptr = pointer(row + 28, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 28, tl.float32, False)
     numel = tl.load(row + 24)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_bfloat16_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+    rate,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate_)
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
@@ -677,11 +817,20 @@ def adafactor_paper_bfloat16_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, eps2, weight_decay, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate_)
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+        rate,
+    )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -689,12 +838,23 @@ def adafactor_paper_bfloat16_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -702,21 +862,23 @@ def adafactor_paper_bfloat16_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32,
-    weight_decay: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
+    rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -740,25 +902,26 @@ def adafactor_paper_bfloat16_2(
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_bfloat16_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, eps2, weight_decay, rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -768,7 +931,7 @@ def adafactor_paper_bfloat16_2(
 @triton.jit
 def adafactor_paper_bfloat16_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -776,20 +939,19 @@ def adafactor_paper_bfloat16_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 22)
@@ -798,28 +960,30 @@ def adafactor_paper_bfloat16_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 21)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -827,22 +991,19 @@ def adafactor_paper_bfloat16_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
-def adafactor_paper_bfloat16_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def adafactor_paper_bfloat16_7_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
@@ -859,57 +1020,77 @@ def adafactor_paper_bfloat16_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_bfloat16_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_bfloat16_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
     rate_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 22)
     columns = tl.load(row + 23)
     extent_elements = tl.load(row + 24).to(tl.float32)
-    adafactor_paper_bfloat16_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
-    )
-    tl.debug_barrier()
+    adafactor_paper_bfloat16_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -957,10 +1138,12 @@ def adafactor_paper_bfloat16_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -968,7 +1151,7 @@ def adafactor_paper_bfloat16_10(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1021,25 +1204,21 @@ def adafactor_paper_bfloat16_10_flat(
 
 
 @triton.jit
-def adafactor_paper_float16_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1055,54 +1234,53 @@ def adafactor_paper_float16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float16_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float16_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float16_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
-def adafactor_paper_float16_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
-):
+def adafactor_paper_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
@@ -1112,66 +1290,119 @@ def adafactor_paper_float16_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 18, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    square_term_ptr = pointer(row + 28, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 28, tl.float32, False)
     numel = tl.load(row + 24)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float16_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_float16_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+    rate,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate_)
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
@@ -1179,11 +1410,20 @@ def adafactor_paper_float16_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, eps2, weight_decay, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate_)
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+        rate,
+    )
+
+
+@triton.jit
+def adafactor_paper_float16_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -1191,12 +1431,23 @@ def adafactor_paper_float16_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -1204,21 +1455,23 @@ def adafactor_paper_float16_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32,
-    weight_decay: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
+    rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1242,25 +1495,26 @@ def adafactor_paper_float16_2(
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_float16_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, eps2, weight_decay, rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -1270,7 +1524,7 @@ def adafactor_paper_float16_2(
 @triton.jit
 def adafactor_paper_float16_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1278,20 +1532,19 @@ def adafactor_paper_float16_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 22)
@@ -1300,28 +1553,30 @@ def adafactor_paper_float16_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 21)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1329,22 +1584,19 @@ def adafactor_paper_float16_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
-def adafactor_paper_float16_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def adafactor_paper_float16_7_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
@@ -1361,57 +1613,77 @@ def adafactor_paper_float16_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_float16_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_float16_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
     rate_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 22)
     columns = tl.load(row + 23)
     extent_elements = tl.load(row + 24).to(tl.float32)
-    adafactor_paper_float16_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
-    )
-    tl.debug_barrier()
+    adafactor_paper_float16_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1457,10 +1729,12 @@ def adafactor_paper_float16_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -1468,7 +1742,7 @@ def adafactor_paper_float16_10(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1531,13 +1805,12 @@ def adafactor_paper_float32_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1554,7 +1827,7 @@ def adafactor_paper_float32_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1595,29 +1868,44 @@ def adafactor_paper_float32_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float32_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-    rate, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+    rate, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_factored_2(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1625,14 +1913,14 @@ def adafactor_paper_float32_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 12).to(tl.float32)
     adafactor_paper_float32_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-        rate, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+        rate, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1725,13 +2013,12 @@ def adafactor_paper_bfloat16_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1748,7 +2035,7 @@ def adafactor_paper_bfloat16_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1789,29 +2076,44 @@ def adafactor_paper_bfloat16_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-    rate, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+    rate, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_factored_2(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1819,14 +2121,14 @@ def adafactor_paper_bfloat16_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 12).to(tl.float32)
     adafactor_paper_bfloat16_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-        rate, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+        rate, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1923,13 +2225,12 @@ def adafactor_paper_float16_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1946,7 +2247,7 @@ def adafactor_paper_float16_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -1987,29 +2288,44 @@ def adafactor_paper_float16_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float16_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-    rate, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+    rate, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_factored_2(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2017,14 +2333,14 @@ def adafactor_paper_float16_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 12).to(tl.float32)
     adafactor_paper_float16_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-        rate, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+        rate, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2107,23 +2423,19 @@ def adafactor_paper_float16_no_factored_3(
 
 
 @triton.jit
-def adafactor_paper_float32_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float32_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2139,53 +2451,54 @@ def adafactor_paper_float32_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float32_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float32_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float32_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float32_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2196,66 +2509,119 @@ def adafactor_paper_float32_has_momentum_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    square_term_ptr = pointer(row + 29, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 29, tl.float32, False)
     numel = tl.load(row + 25)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float32_has_momentum_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_float32_has_momentum_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_has_momentum_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+    rate,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate_)
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
@@ -2263,11 +2629,20 @@ def adafactor_paper_float32_has_momentum_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, eps2, weight_decay, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate_)
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_has_momentum_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+        rate,
+    )
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -2275,12 +2650,23 @@ def adafactor_paper_float32_has_momentum_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_has_momentum_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -2288,21 +2674,23 @@ def adafactor_paper_float32_has_momentum_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_has_momentum_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32,
-    weight_decay: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
+    rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2326,25 +2714,26 @@ def adafactor_paper_float32_has_momentum_2(
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float32_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_has_momentum_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, eps2, weight_decay, rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_has_momentum_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_has_momentum_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -2354,7 +2743,7 @@ def adafactor_paper_float32_has_momentum_2(
 @triton.jit
 def adafactor_paper_float32_has_momentum_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2362,19 +2751,19 @@ def adafactor_paper_float32_has_momentum_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 23)
@@ -2383,28 +2772,30 @@ def adafactor_paper_float32_has_momentum_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 22)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2412,22 +2803,21 @@ def adafactor_paper_float32_has_momentum_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
@@ -2444,57 +2834,79 @@ def adafactor_paper_float32_has_momentum_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_has_momentum_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_has_momentum_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_has_momentum_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_has_momentum_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_has_momentum_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_float32_has_momentum_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_float32_has_momentum_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
     rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float32_has_momentum_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_has_momentum_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2543,10 +2955,12 @@ def adafactor_paper_float32_has_momentum_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -2555,7 +2969,7 @@ def adafactor_paper_float32_has_momentum_10(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2613,25 +3027,21 @@ def adafactor_paper_float32_has_momentum_10_flat(
 
 
 @triton.jit
-def adafactor_paper_bfloat16_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_bfloat16_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2647,53 +3057,54 @@ def adafactor_paper_bfloat16_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_bfloat16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -2704,66 +3115,119 @@ def adafactor_paper_bfloat16_has_momentum_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    square_term_ptr = pointer(row + 29, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 29, tl.float32, False)
     numel = tl.load(row + 25)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_bfloat16_has_momentum_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_has_momentum_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_has_momentum_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+    rate,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate_)
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
@@ -2771,11 +3235,20 @@ def adafactor_paper_bfloat16_has_momentum_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, eps2, weight_decay, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate_)
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_has_momentum_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+        rate,
+    )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -2783,12 +3256,23 @@ def adafactor_paper_bfloat16_has_momentum_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_has_momentum_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -2796,21 +3280,23 @@ def adafactor_paper_bfloat16_has_momentum_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_has_momentum_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32,
-    weight_decay: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
+    rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2834,25 +3320,26 @@ def adafactor_paper_bfloat16_has_momentum_2(
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_bfloat16_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_has_momentum_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, eps2, weight_decay, rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_has_momentum_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_has_momentum_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -2862,7 +3349,7 @@ def adafactor_paper_bfloat16_has_momentum_2(
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -2870,20 +3357,19 @@ def adafactor_paper_bfloat16_has_momentum_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 23)
@@ -2892,28 +3378,30 @@ def adafactor_paper_bfloat16_has_momentum_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 22)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -2921,22 +3409,21 @@ def adafactor_paper_bfloat16_has_momentum_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
@@ -2953,57 +3440,79 @@ def adafactor_paper_bfloat16_has_momentum_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_has_momentum_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_has_momentum_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_has_momentum_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_has_momentum_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_has_momentum_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_bfloat16_has_momentum_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_bfloat16_has_momentum_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
     rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_bfloat16_has_momentum_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_has_momentum_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -3055,10 +3564,12 @@ def adafactor_paper_bfloat16_has_momentum_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -3067,7 +3578,7 @@ def adafactor_paper_bfloat16_has_momentum_10(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -3125,25 +3636,21 @@ def adafactor_paper_bfloat16_has_momentum_10_flat(
 
 
 @triton.jit
-def adafactor_paper_float16_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float16_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -3159,53 +3666,54 @@ def adafactor_paper_float16_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float16_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float16_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float16_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -3216,66 +3724,119 @@ def adafactor_paper_float16_has_momentum_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    square_term_ptr = pointer(row + 29, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 29, tl.float32, False)
     numel = tl.load(row + 25)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float16_has_momentum_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_float16_has_momentum_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_has_momentum_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+    rate,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate_)
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
@@ -3283,11 +3844,20 @@ def adafactor_paper_float16_has_momentum_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, eps2, weight_decay, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate_)
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_has_momentum_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, eps2, weight_decay,
+        rate,
+    )
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -3295,12 +3865,23 @@ def adafactor_paper_float16_has_momentum_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_has_momentum_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -3308,21 +3889,23 @@ def adafactor_paper_float16_has_momentum_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_has_momentum_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32,
-    weight_decay: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, eps2: tl.float32, weight_decay: tl.float32,
+    rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3346,25 +3929,26 @@ def adafactor_paper_float16_has_momentum_2(
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float16_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_has_momentum_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, eps2, weight_decay, rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_has_momentum_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_has_momentum_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -3374,7 +3958,7 @@ def adafactor_paper_float16_has_momentum_2(
 @triton.jit
 def adafactor_paper_float16_has_momentum_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3382,20 +3966,19 @@ def adafactor_paper_float16_has_momentum_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 23)
@@ -3404,28 +3987,30 @@ def adafactor_paper_float16_has_momentum_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 22)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -3433,22 +4018,21 @@ def adafactor_paper_float16_has_momentum_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
@@ -3465,57 +4049,79 @@ def adafactor_paper_float16_has_momentum_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_has_momentum_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_has_momentum_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_has_momentum_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_has_momentum_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_has_momentum_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_float16_has_momentum_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_float16_has_momentum_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
     rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float16_has_momentum_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_has_momentum_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -3565,10 +4171,12 @@ def adafactor_paper_float16_has_momentum_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -3577,7 +4185,7 @@ def adafactor_paper_float16_has_momentum_10(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -3645,13 +4253,12 @@ def adafactor_paper_float32_has_momentum_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -3668,7 +4275,7 @@ def adafactor_paper_float32_has_momentum_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -3709,29 +4316,44 @@ def adafactor_paper_float32_has_momentum_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_has_momentum_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-    rate, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+    rate, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_has_momentum_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_has_momentum_no_factored_2(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3739,14 +4361,14 @@ def adafactor_paper_float32_has_momentum_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 13).to(tl.float32)
     adafactor_paper_float32_has_momentum_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-        rate, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+        rate, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -3845,13 +4467,12 @@ def adafactor_paper_bfloat16_has_momentum_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -3868,7 +4489,7 @@ def adafactor_paper_bfloat16_has_momentum_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -3909,29 +4530,44 @@ def adafactor_paper_bfloat16_has_momentum_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_has_momentum_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-    rate, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+    rate, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_has_momentum_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_has_momentum_no_factored_2(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3939,14 +4575,14 @@ def adafactor_paper_bfloat16_has_momentum_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 13).to(tl.float32)
     adafactor_paper_bfloat16_has_momentum_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-        rate, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+        rate, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -4049,13 +4685,12 @@ def adafactor_paper_float16_has_momentum_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -4072,7 +4707,7 @@ def adafactor_paper_float16_has_momentum_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -4113,29 +4748,44 @@ def adafactor_paper_float16_has_momentum_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_has_momentum_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-    rate, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+    rate, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate_ = rate * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate_ / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate_ * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_has_momentum_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, eps2, clip_threshold, weight_decay, rate,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_has_momentum_no_factored_2(
     table, work, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32, rate: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4143,14 +4793,14 @@ def adafactor_paper_float16_has_momentum_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 13).to(tl.float32)
     adafactor_paper_float16_has_momentum_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
-        rate, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, eps2, clip_threshold, weight_decay,
+        rate, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -4239,23 +4889,19 @@ def adafactor_paper_float16_has_momentum_no_factored_3(
 
 
 @triton.jit
-def adafactor_paper_float32_no_relative_step_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float32_no_relative_step_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -4271,53 +4917,54 @@ def adafactor_paper_float32_no_relative_step_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float32_no_relative_step_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float32_no_relative_step_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float32_no_relative_step_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float32_no_relative_step_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -4328,66 +4975,118 @@ def adafactor_paper_float32_no_relative_step_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 18, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    square_term_ptr = pointer(row + 28, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 28, tl.float32, False)
     numel = tl.load(row + 24)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float32_no_relative_step_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_float32_no_relative_step_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_no_relative_step_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_no_relative_step_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_no_relative_step_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_no_relative_step_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate)
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
@@ -4395,11 +5094,19 @@ def adafactor_paper_float32_no_relative_step_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, lr, eps2, weight_decay, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_no_relative_step_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+    )
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -4407,12 +5114,23 @@ def adafactor_paper_float32_no_relative_step_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_no_relative_step_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -4420,21 +5138,23 @@ def adafactor_paper_float32_no_relative_step_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_no_relative_step_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32,
-    eps2: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32,
+    weight_decay: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4458,25 +5178,26 @@ def adafactor_paper_float32_no_relative_step_2(
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_float32_no_relative_step_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, lr, eps2, weight_decay, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -4486,7 +5207,7 @@ def adafactor_paper_float32_no_relative_step_2(
 @triton.jit
 def adafactor_paper_float32_no_relative_step_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4494,19 +5215,19 @@ def adafactor_paper_float32_no_relative_step_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 22)
@@ -4515,28 +5236,30 @@ def adafactor_paper_float32_no_relative_step_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 21)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_no_relative_step_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -4544,22 +5267,21 @@ def adafactor_paper_float32_no_relative_step_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_no_relative_step_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
@@ -4576,57 +5298,79 @@ def adafactor_paper_float32_no_relative_step_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_no_relative_step_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_no_relative_step_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_no_relative_step_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_no_relative_step_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_relative_step_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_float32_no_relative_step_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_float32_no_relative_step_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
     rate_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 22)
     columns = tl.load(row + 23)
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_float32_no_relative_step_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -4671,10 +5415,12 @@ def adafactor_paper_float32_no_relative_step_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -4682,7 +5428,7 @@ def adafactor_paper_float32_no_relative_step_10(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -4735,25 +5481,21 @@ def adafactor_paper_float32_no_relative_step_10_flat(
 
 
 @triton.jit
-def adafactor_paper_bfloat16_no_relative_step_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_bfloat16_no_relative_step_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -4769,53 +5511,54 @@ def adafactor_paper_bfloat16_no_relative_step_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_bfloat16_no_relative_step_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_no_relative_step_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_bfloat16_no_relative_step_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_no_relative_step_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -4826,66 +5569,118 @@ def adafactor_paper_bfloat16_no_relative_step_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 18, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    square_term_ptr = pointer(row + 28, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 28, tl.float32, False)
     numel = tl.load(row + 24)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_bfloat16_no_relative_step_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_no_relative_step_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_no_relative_step_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_no_relative_step_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_no_relative_step_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_no_relative_step_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate)
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
@@ -4893,11 +5688,19 @@ def adafactor_paper_bfloat16_no_relative_step_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, lr, eps2, weight_decay, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_relative_step_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+    )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -4905,12 +5708,23 @@ def adafactor_paper_bfloat16_no_relative_step_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_no_relative_step_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -4918,21 +5732,23 @@ def adafactor_paper_bfloat16_no_relative_step_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_no_relative_step_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32,
-    eps2: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32,
+    weight_decay: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4956,25 +5772,26 @@ def adafactor_paper_bfloat16_no_relative_step_2(
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_bfloat16_no_relative_step_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, lr, eps2, weight_decay, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -4984,7 +5801,7 @@ def adafactor_paper_bfloat16_no_relative_step_2(
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4992,20 +5809,19 @@ def adafactor_paper_bfloat16_no_relative_step_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 22)
@@ -5014,28 +5830,30 @@ def adafactor_paper_bfloat16_no_relative_step_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 21)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_no_relative_step_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -5043,22 +5861,21 @@ def adafactor_paper_bfloat16_no_relative_step_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_no_relative_step_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
@@ -5075,57 +5892,79 @@ def adafactor_paper_bfloat16_no_relative_step_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_no_relative_step_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_no_relative_step_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_no_relative_step_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_no_relative_step_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_relative_step_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_bfloat16_no_relative_step_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_bfloat16_no_relative_step_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
     rate_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 22)
     columns = tl.load(row + 23)
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_bfloat16_no_relative_step_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -5173,10 +6012,12 @@ def adafactor_paper_bfloat16_no_relative_step_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -5184,7 +6025,7 @@ def adafactor_paper_bfloat16_no_relative_step_10(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -5237,25 +6078,21 @@ def adafactor_paper_bfloat16_no_relative_step_10_flat(
 
 
 @triton.jit
-def adafactor_paper_float16_no_relative_step_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float16_no_relative_step_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -5271,53 +6108,54 @@ def adafactor_paper_float16_no_relative_step_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 21)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float16_no_relative_step_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float16_no_relative_step_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float16_no_relative_step_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float16_no_relative_step_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -5328,66 +6166,118 @@ def adafactor_paper_float16_no_relative_step_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 18, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    square_term_ptr = pointer(row + 28, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 28, tl.float32, False)
     numel = tl.load(row + 24)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float16_no_relative_step_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        row_sum_term, g_mul_term = adafactor_paper_float16_no_relative_step_1_tile(p_ptr, g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_no_relative_step_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_no_relative_step_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_no_relative_step_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_no_relative_step_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate)
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
@@ -5395,11 +6285,19 @@ def adafactor_paper_float16_no_relative_step_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, lr, eps2, weight_decay, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_no_relative_step_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+    )
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -5407,12 +6305,23 @@ def adafactor_paper_float16_no_relative_step_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_no_relative_step_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -5420,21 +6329,23 @@ def adafactor_paper_float16_no_relative_step_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_no_relative_step_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32,
-    eps2: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32,
+    weight_decay: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5458,25 +6369,26 @@ def adafactor_paper_float16_no_relative_step_2(
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_float16_no_relative_step_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, lr, eps2, weight_decay, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -5486,7 +6398,7 @@ def adafactor_paper_float16_no_relative_step_2(
 @triton.jit
 def adafactor_paper_float16_no_relative_step_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -5494,20 +6406,19 @@ def adafactor_paper_float16_no_relative_step_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 22)
@@ -5516,28 +6427,30 @@ def adafactor_paper_float16_no_relative_step_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 21)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_no_relative_step_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -5545,22 +6458,21 @@ def adafactor_paper_float16_no_relative_step_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_no_relative_step_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 20, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 20, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 9, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 27, tl.float32, False)
@@ -5577,57 +6489,79 @@ def adafactor_paper_float16_no_relative_step_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_no_relative_step_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_no_relative_step_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_no_relative_step_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_no_relative_step_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_relative_step_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def adafactor_paper_float16_no_relative_step_8(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def adafactor_paper_float16_no_relative_step_8(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
     rate_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 22)
     columns = tl.load(row + 23)
     extent_elements = tl.load(row + 24).to(tl.float32)
     adafactor_paper_float16_no_relative_step_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -5673,10 +6607,12 @@ def adafactor_paper_float16_no_relative_step_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -5684,7 +6620,7 @@ def adafactor_paper_float16_no_relative_step_10(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -5747,13 +6683,12 @@ def adafactor_paper_float32_no_relative_step_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -5770,7 +6705,7 @@ def adafactor_paper_float32_no_relative_step_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -5811,29 +6746,44 @@ def adafactor_paper_float32_no_relative_step_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-    weight_decay, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_no_relative_step_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_no_factored_2(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5841,14 +6791,14 @@ def adafactor_paper_float32_no_relative_step_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 12).to(tl.float32)
     adafactor_paper_float32_no_relative_step_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-        weight_decay, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -5941,13 +6891,12 @@ def adafactor_paper_bfloat16_no_relative_step_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -5964,7 +6913,7 @@ def adafactor_paper_bfloat16_no_relative_step_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -6005,29 +6954,44 @@ def adafactor_paper_bfloat16_no_relative_step_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-    weight_decay, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_relative_step_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_no_factored_2(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6035,14 +6999,14 @@ def adafactor_paper_bfloat16_no_relative_step_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 12).to(tl.float32)
     adafactor_paper_bfloat16_no_relative_step_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-        weight_decay, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -6139,13 +7103,12 @@ def adafactor_paper_float16_no_relative_step_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -6162,7 +7125,7 @@ def adafactor_paper_float16_no_relative_step_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 7, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -6203,29 +7166,44 @@ def adafactor_paper_float16_no_relative_step_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-    weight_decay, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_no_relative_step_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_no_factored_2(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6233,14 +7211,14 @@ def adafactor_paper_float16_no_relative_step_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 12).to(tl.float32)
     adafactor_paper_float16_no_relative_step_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-        weight_decay, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -6324,22 +7302,20 @@ def adafactor_paper_float16_no_relative_step_no_factored_3(
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -6355,53 +7331,54 @@ def adafactor_paper_float32_no_relative_step_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -6412,66 +7389,120 @@ def adafactor_paper_float32_no_relative_step_has_momentum_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    square_term_ptr = pointer(row + 29, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 29, tl.float32, False)
     numel = tl.load(row + 25)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float32_no_relative_step_has_momentum_1_tile(
+            p_ptr, g_ptr, at, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_no_relative_step_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_no_relative_step_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float32_no_relative_step_has_momentum_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_no_relative_step_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate)
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
@@ -6479,11 +7510,19 @@ def adafactor_paper_float32_no_relative_step_has_momentum_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, lr, eps2, weight_decay, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_no_relative_step_has_momentum_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+    )
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -6491,12 +7530,23 @@ def adafactor_paper_float32_no_relative_step_has_momentum_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_no_relative_step_has_momentum_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -6504,21 +7554,23 @@ def adafactor_paper_float32_no_relative_step_has_momentum_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_no_relative_step_has_momentum_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32,
-    eps2: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32,
+    weight_decay: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6542,25 +7594,26 @@ def adafactor_paper_float32_no_relative_step_has_momentum_2(
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float32_no_relative_step_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_has_momentum_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, lr, eps2, weight_decay, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_has_momentum_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_has_momentum_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -6570,7 +7623,7 @@ def adafactor_paper_float32_no_relative_step_has_momentum_2(
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -6578,19 +7631,19 @@ def adafactor_paper_float32_no_relative_step_has_momentum_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 23)
@@ -6599,28 +7652,30 @@ def adafactor_paper_float32_no_relative_step_has_momentum_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 22)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_no_relative_step_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -6628,22 +7683,21 @@ def adafactor_paper_float32_no_relative_step_has_momentum_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_no_relative_step_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
@@ -6660,59 +7714,79 @@ def adafactor_paper_float32_no_relative_step_has_momentum_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_no_relative_step_has_momentum_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_no_relative_step_has_momentum_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_relative_step_has_momentum_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_8(
-    table, work, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
     rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float32_no_relative_step_has_momentum_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_relative_step_has_momentum_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -6761,10 +7835,12 @@ def adafactor_paper_float32_no_relative_step_has_momentum_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -6773,7 +7849,7 @@ def adafactor_paper_float32_no_relative_step_has_momentum_10(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -6832,24 +7908,22 @@ def adafactor_paper_float32_no_relative_step_has_momentum_10_flat(
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -6865,53 +7939,54 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -6922,66 +7997,120 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    square_term_ptr = pointer(row + 29, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 29, tl.float32, False)
     numel = tl.load(row + 25)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_1_tile(
+            p_ptr, g_ptr, at, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_no_relative_step_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate)
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
@@ -6989,11 +8118,19 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, lr, eps2, weight_decay, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_relative_step_has_momentum_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+    )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -7001,12 +8138,23 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_no_relative_step_has_momentum_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -7014,21 +8162,23 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_no_relative_step_has_momentum_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32,
-    eps2: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32,
+    weight_decay: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7052,25 +8202,26 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_2(
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_bfloat16_no_relative_step_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_has_momentum_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, lr, eps2, weight_decay, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_has_momentum_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_has_momentum_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -7080,7 +8231,7 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_2(
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -7088,20 +8239,19 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 23)
@@ -7110,28 +8260,30 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 22)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -7139,22 +8291,21 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
@@ -7171,59 +8322,81 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_no_relative_step_has_momentum_8_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_relative_step_has_momentum_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_8(
-    table, work, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
     rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_bfloat16_no_relative_step_has_momentum_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_relative_step_has_momentum_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -7275,10 +8448,12 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -7287,7 +8462,7 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_10(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -7346,24 +8521,22 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_10_flat(
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(p * p, at, live, MASKED), term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -7379,53 +8552,54 @@ def adafactor_paper_float16_no_relative_step_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     p_ptr += top * columns + left
     g_ptr += top * columns + left
-    row_sum_for_rate_ptr += panel * rows + top
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_rate_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 22)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term, square_term = adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        row_sum_term, g_mul_term = adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1))
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term, square_term = adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
-            p_ptr + start * columns, g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
+            p_ptr + start * columns, g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_rate_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -7436,66 +8610,120 @@ def adafactor_paper_float16_no_relative_step_has_momentum_1_flat(
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 19, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 20, tl.float32, False)  # float32 [partial results]  written
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
-    square_term_ptr = pointer(row + 29, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 29, tl.float32, False)
     numel = tl.load(row + 25)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term, square_term = adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
-            p_ptr, g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
+        row_sum_term, g_mul_term = adafactor_paper_float16_no_relative_step_has_momentum_1_tile(
+            p_ptr, g_ptr, at, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, STORED: tl.constexpr,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    row_sum_for_rate = get(row_sum_for_rate_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    if STORED:
+        put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True), term(row_sum_for_rate, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_no_relative_step_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
-    tensor_sum_for_rates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        row_sum_for_rate = tl.load(row_sum_for_rate_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-        tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-        tensor_sum_for_rates = tensor_sum_for_rates + term(row_sum_for_rate, at, live, True)
-    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_for_rates, [1, 256])))
+            exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_no_relative_step_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, False,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+    row_sum_for_rate_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        exp_avg_sq_row_term, row_sum_for_rate_term = adafactor_paper_float16_no_relative_step_has_momentum_2_values(
+            exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, at, live, eps1,
+            grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, True,
+        )
+        row_sum_for_rate_terms += tl.sum(row_sum_for_rate_term, 0)
+    tl.store(tensor_sum_for_rate_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_rate_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_no_relative_step_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_4_values(
+    rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_ptr, rate)
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
@@ -7503,11 +8731,19 @@ def adafactor_paper_float16_no_relative_step_has_momentum_4_round(
     rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
     columns, lr, eps2, weight_decay, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_no_relative_step_has_momentum_4_values(
+        rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, lr, eps2, weight_decay,
+    )
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_5_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -7515,12 +8751,23 @@ def adafactor_paper_float16_no_relative_step_has_momentum_5_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_no_relative_step_has_momentum_5_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_6_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -7528,21 +8775,23 @@ def adafactor_paper_float16_no_relative_step_has_momentum_6_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_no_relative_step_has_momentum_6_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32,
-    eps2: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, lr: tl.float32, eps2: tl.float32,
+    weight_decay: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7566,25 +8815,26 @@ def adafactor_paper_float16_no_relative_step_has_momentum_2(
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float16_no_relative_step_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, tensor_sum_for_rate_ptr,
-        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, beta2,
-        one_minus_one_minus_t_pow_decay_rate, LANES,
+        row_sum_for_exp_avg_sq_row_ptr, row_sum_for_rate_ptr, extent_columns, first, end, rows, columns, eps1,
+        grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_has_momentum_4_round(
         rate_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr, extent_elements, first, end, rows,
         columns, lr, eps2, weight_decay, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_has_momentum_5_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_has_momentum_6_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -7594,7 +8844,7 @@ def adafactor_paper_float16_no_relative_step_has_momentum_2(
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_7_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -7602,20 +8852,19 @@ def adafactor_paper_float16_no_relative_step_has_momentum_7_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_7(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 23)
@@ -7624,28 +8873,30 @@ def adafactor_paper_float16_no_relative_step_has_momentum_7(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 22)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_no_relative_step_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -7653,22 +8904,21 @@ def adafactor_paper_float16_no_relative_step_has_momentum_7(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_no_relative_step_has_momentum_7_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_7_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 21, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 21, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 28, tl.float32, False)
@@ -7685,59 +8935,79 @@ def adafactor_paper_float16_no_relative_step_has_momentum_7_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_no_relative_step_has_momentum_7_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_8_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_8_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_no_relative_step_has_momentum_8_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_9_values(
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    rate = tl.load(rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_9_round(
-    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-    columns, clip_threshold, LANES: tl.constexpr,
+    rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    rate = tl.load(rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_relative_step_has_momentum_9_values(
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_8(
-    table, work, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
     rate_over_one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
     rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
     extent_elements = tl.load(row + 25).to(tl.float32)
     adafactor_paper_float16_no_relative_step_has_momentum_8_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_relative_step_has_momentum_9_round(
-        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows,
-        columns, clip_threshold, LANES,
+        rate_over_one_max_tensor_div_ptr, rate_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -7787,10 +9057,12 @@ def adafactor_paper_float16_no_relative_step_has_momentum_10(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -7799,7 +9071,7 @@ def adafactor_paper_float16_no_relative_step_has_momentum_10(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -7867,13 +9139,12 @@ def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -7890,7 +9161,7 @@ def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -7931,29 +9202,44 @@ def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-    weight_decay, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7961,14 +9247,14 @@ def adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 13).to(tl.float32)
     adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-        weight_decay, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -8067,13 +9353,12 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -8090,7 +9375,7 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -8131,29 +9416,44 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-    weight_decay, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8161,14 +9461,14 @@ def adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 13).to(tl.float32)
     adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-        weight_decay, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -8271,13 +9571,12 @@ def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(p * p, at, live, MASKED), term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(p * p, at, live, MASKED), term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -8294,7 +9593,7 @@ def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_1(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
     tensor_sum_for_rate_ptr = pointer(row + 8, tl.float32, ALIGNED)   # float32 [partial results]  written
-    tensor_sum_of_update_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
@@ -8335,29 +9634,44 @@ def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_1(
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_rate_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_2_values(
+    rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+    tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    # 48  rate = rate * maximum(eps2, rms(p))
+    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_2_round(
     rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-    tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-    weight_decay, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_rate = tl.load(tensor_sum_for_rate_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    rate = lr * tl.maximum(eps2, tl.sqrt(tensor_sum_for_rate / extent_elements), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(rate_times_weight_decay_ptr, rate * weight_decay)
+    """All values of the tensor."""
+    adafactor_paper_float16_no_relative_step_has_momentum_no_factored_2_values(
+        rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
+        tensor_sum_of_g_ptr, extent_elements, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_2(
     table, work, lr: tl.float32, eps2: tl.float32, clip_threshold: tl.float32, weight_decay: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8365,14 +9679,14 @@ def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_2(
     rate_over_one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
     rate_times_weight_decay_ptr = pointer(row + 7, tl.float32, False)
     tensor_sum_for_rate_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 13).to(tl.float32)
     adafactor_paper_float16_no_relative_step_has_momentum_no_factored_2_round(
         rate_over_one_max_tensor_div_ptr, rate_times_weight_decay_ptr, tensor_sum_for_rate_ptr,
-        tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold,
-        weight_decay, LANES,
+        tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr, eps2, clip_threshold, weight_decay,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -8461,22 +9775,18 @@ def adafactor_paper_float16_no_relative_step_has_momentum_no_factored_3(
 
 
 @triton.jit
-def adafactor_paper_float32_no_scale_parameter_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float32_no_scale_parameter_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -8490,47 +9800,44 @@ def adafactor_paper_float32_no_scale_parameter_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float32_no_scale_parameter_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
-        )
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float32_no_scale_parameter_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -8538,54 +9845,101 @@ def adafactor_paper_float32_no_scale_parameter_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 22, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 22, tl.float32, False)
     numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float32_no_scale_parameter_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_no_scale_parameter_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -8593,12 +9947,23 @@ def adafactor_paper_float32_no_scale_parameter_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_no_scale_parameter_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -8606,20 +9971,22 @@ def adafactor_paper_float32_no_scale_parameter_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_no_scale_parameter_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8638,19 +10005,21 @@ def adafactor_paper_float32_no_scale_parameter_2(
     extent_rows = tl.load(row + 17).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -8660,7 +10029,7 @@ def adafactor_paper_float32_no_scale_parameter_2(
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -8668,19 +10037,19 @@ def adafactor_paper_float32_no_scale_parameter_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 17)
@@ -8689,28 +10058,30 @@ def adafactor_paper_float32_no_scale_parameter_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 16)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_no_scale_parameter_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -8718,22 +10089,21 @@ def adafactor_paper_float32_no_scale_parameter_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_no_scale_parameter_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, False)   # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 22, tl.float32, False)
@@ -8750,57 +10120,78 @@ def adafactor_paper_float32_no_scale_parameter_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_no_scale_parameter_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_no_scale_parameter_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_no_scale_parameter_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_no_scale_parameter_7_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_8_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_8_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_8_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_7(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 10, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
     extent_elements = tl.load(row + 19).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_8_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -8843,10 +10234,12 @@ def adafactor_paper_float32_no_scale_parameter_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -8854,7 +10247,7 @@ def adafactor_paper_float32_no_scale_parameter_9(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -8908,23 +10301,19 @@ def adafactor_paper_float32_no_scale_parameter_9_flat(
 
 
 @triton.jit
-def adafactor_paper_bfloat16_no_scale_parameter_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_bfloat16_no_scale_parameter_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -8938,47 +10327,44 @@ def adafactor_paper_bfloat16_no_scale_parameter_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
-        )
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -8986,54 +10372,101 @@ def adafactor_paper_bfloat16_no_scale_parameter_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 22, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 22, tl.float32, False)
     numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -9041,12 +10474,23 @@ def adafactor_paper_bfloat16_no_scale_parameter_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -9054,20 +10498,22 @@ def adafactor_paper_bfloat16_no_scale_parameter_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_no_scale_parameter_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9086,19 +10532,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_2(
     extent_rows = tl.load(row + 17).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -9108,7 +10556,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_2(
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -9116,20 +10564,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 17)
@@ -9138,28 +10585,30 @@ def adafactor_paper_bfloat16_no_scale_parameter_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 16)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -9167,22 +10616,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, False)   # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 22, tl.float32, False)
@@ -9199,57 +10647,78 @@ def adafactor_paper_bfloat16_no_scale_parameter_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_no_scale_parameter_7_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_8_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_8_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_8_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_7(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 10, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
     extent_elements = tl.load(row + 19).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_8_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -9295,10 +10764,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -9306,7 +10777,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_9(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -9360,23 +10831,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_9_flat(
 
 
 @triton.jit
-def adafactor_paper_float16_no_scale_parameter_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float16_no_scale_parameter_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -9390,47 +10857,44 @@ def adafactor_paper_float16_no_scale_parameter_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float16_no_scale_parameter_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
-        )
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float16_no_scale_parameter_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -9438,54 +10902,101 @@ def adafactor_paper_float16_no_scale_parameter_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 22, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 22, tl.float32, False)
     numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float16_no_scale_parameter_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_no_scale_parameter_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -9493,12 +11004,23 @@ def adafactor_paper_float16_no_scale_parameter_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_no_scale_parameter_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -9506,20 +11028,22 @@ def adafactor_paper_float16_no_scale_parameter_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_no_scale_parameter_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9538,19 +11062,21 @@ def adafactor_paper_float16_no_scale_parameter_2(
     extent_rows = tl.load(row + 17).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -9560,7 +11086,7 @@ def adafactor_paper_float16_no_scale_parameter_2(
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -9568,20 +11094,19 @@ def adafactor_paper_float16_no_scale_parameter_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 17)
@@ -9590,28 +11115,30 @@ def adafactor_paper_float16_no_scale_parameter_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 16)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_no_scale_parameter_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -9619,22 +11146,21 @@ def adafactor_paper_float16_no_scale_parameter_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_no_scale_parameter_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, False)   # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 22, tl.float32, False)
@@ -9651,57 +11177,78 @@ def adafactor_paper_float16_no_scale_parameter_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_no_scale_parameter_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_no_scale_parameter_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_no_scale_parameter_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_no_scale_parameter_7_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_8_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_8_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_8_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_7(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 10, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
     extent_elements = tl.load(row + 19).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_8_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -9745,10 +11292,12 @@ def adafactor_paper_float16_no_scale_parameter_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -9756,7 +11305,7 @@ def adafactor_paper_float16_no_scale_parameter_9(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -9819,13 +11368,12 @@ def adafactor_paper_float32_no_scale_parameter_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -9840,7 +11388,7 @@ def adafactor_paper_float32_no_scale_parameter_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 9)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -9875,36 +11423,49 @@ def adafactor_paper_float32_no_scale_parameter_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_factored_2_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_factored_2_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_no_factored_2_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_factored_2(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 3, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 7)
     columns = tl.load(row + 8)
     extent_elements = tl.load(row + 9).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_factored_2_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -9994,13 +11555,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -10015,7 +11575,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 9)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -10050,36 +11610,49 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_factored_2_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_factored_2_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_no_factored_2_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_factored_2(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 3, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 7)
     columns = tl.load(row + 8)
     extent_elements = tl.load(row + 9).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_factored_2_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -10173,13 +11746,12 @@ def adafactor_paper_float16_no_scale_parameter_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -10194,7 +11766,7 @@ def adafactor_paper_float16_no_scale_parameter_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 9)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -10229,36 +11801,49 @@ def adafactor_paper_float16_no_scale_parameter_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_factored_2_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_factored_2_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_no_factored_2_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_factored_2(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 3, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 7)
     columns = tl.load(row + 8)
     extent_elements = tl.load(row + 9).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_factored_2_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -10340,22 +11925,18 @@ def adafactor_paper_float16_no_scale_parameter_no_factored_3(
 
 
 @triton.jit
-def adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -10369,47 +11950,48 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -10417,54 +11999,101 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 23, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 23, tl.float32, False)
     numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_has_momentum_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_no_scale_parameter_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -10472,12 +12101,23 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_no_scale_parameter_has_momentum_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -10485,20 +12125,22 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_no_scale_parameter_has_momentum_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -10517,19 +12159,21 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_2(
     extent_rows = tl.load(row + 18).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_has_momentum_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_has_momentum_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -10539,7 +12183,7 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_2(
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -10547,19 +12191,19 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 18)
@@ -10568,28 +12212,30 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 17)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_no_scale_parameter_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -10597,22 +12243,21 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_no_scale_parameter_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 23, tl.float32, False)
@@ -10629,57 +12274,80 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_no_scale_parameter_has_momentum_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_no_scale_parameter_has_momentum_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_8_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_8_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_has_momentum_8_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_7(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
     extent_elements = tl.load(row + 20).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_has_momentum_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_has_momentum_8_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -10728,10 +12396,12 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -10740,7 +12410,7 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_9(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -10798,23 +12468,19 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_9_flat(
 
 
 @triton.jit
-def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -10828,47 +12494,48 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -10876,54 +12543,101 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 23, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 23, tl.float32, False)
     numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -10931,12 +12645,23 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_has_momentum_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -10944,20 +12669,22 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_no_scale_parameter_has_momentum_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -10976,19 +12703,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2(
     extent_rows = tl.load(row + 18).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -10998,7 +12727,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2(
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -11006,20 +12735,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 18)
@@ -11028,28 +12756,30 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 17)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -11057,22 +12787,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 23, tl.float32, False)
@@ -11089,57 +12818,80 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_no_scale_parameter_has_momentum_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_8_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_8_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_has_momentum_8_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_7(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
     extent_elements = tl.load(row + 20).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_8_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -11191,10 +12943,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -11203,7 +12957,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_9(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -11261,23 +13015,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_9_flat(
 
 
 @triton.jit
-def adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -11291,47 +13041,48 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -11339,54 +13090,101 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 23, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 23, tl.float32, False)
     numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_has_momentum_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_no_scale_parameter_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -11394,12 +13192,23 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_no_scale_parameter_has_momentum_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -11407,20 +13216,22 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_no_scale_parameter_has_momentum_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -11439,19 +13250,21 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_2(
     extent_rows = tl.load(row + 18).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_has_momentum_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_has_momentum_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -11461,7 +13274,7 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_2(
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -11469,20 +13282,19 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 18)
@@ -11491,28 +13303,30 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 17)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_no_scale_parameter_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -11520,22 +13334,21 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_no_scale_parameter_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 23, tl.float32, False)
@@ -11552,57 +13365,80 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_no_scale_parameter_has_momentum_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_no_scale_parameter_has_momentum_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_8_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_8_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_has_momentum_8_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_7(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
     extent_elements = tl.load(row + 20).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_has_momentum_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_has_momentum_8_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -11652,10 +13488,12 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -11664,7 +13502,7 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_9(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -11731,13 +13569,12 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -11752,7 +13589,7 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -11787,36 +13624,49 @@ def adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -11915,13 +13765,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -11936,7 +13785,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -11971,36 +13820,49 @@ def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_2_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_2_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_2_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_2(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_2_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -12103,13 +13965,12 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -12124,7 +13985,7 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -12159,36 +14020,49 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_2_values(
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale, rate,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_2_round(
-    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-    rows, columns, clip_threshold, rate, LANES: tl.constexpr,
+    lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+    columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, rate / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_2_values(
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale, rate,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_2(
-    table, work, clip_threshold: tl.float32, rate: tl.float32, LANES: tl.constexpr,
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, rate: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_2_round(
-        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end,
-        rows, columns, clip_threshold, rate, LANES,
+        lr_min_t_pow_m0p5_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
+        columns, clip_threshold, grad_scale_times_grad_scale, rate, LANES,
     )
 
 
@@ -12279,22 +14153,18 @@ def adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_3(
 
 
 @triton.jit
-def adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -12308,47 +14178,48 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -12356,54 +14227,101 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 22, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 22, tl.float32, False)
     numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_no_scale_parameter_no_relative_step_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -12411,12 +14329,23 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_no_scale_parameter_no_relative_step_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -12424,20 +14353,22 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_no_scale_parameter_no_relative_step_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -12456,19 +14387,21 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_2(
     extent_rows = tl.load(row + 17).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_relative_step_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -12478,7 +14411,7 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_2(
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -12486,19 +14419,19 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 17)
@@ -12507,28 +14440,30 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 16)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -12536,22 +14471,21 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, False)   # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 22, tl.float32, False)
@@ -12568,57 +14502,80 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_8_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_8_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_no_relative_step_8_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_7(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 10, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     lr_over_one_max_tensor_div_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
     extent_elements = tl.load(row + 19).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_relative_step_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_8_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -12661,10 +14618,12 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -12672,7 +14631,7 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_9(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -12727,22 +14686,20 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_9_flat(
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -12756,47 +14713,48 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -12804,54 +14762,101 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 22, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 22, tl.float32, False)
     numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -12859,12 +14864,23 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -12872,20 +14888,22 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -12904,19 +14922,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2(
     extent_rows = tl.load(row + 17).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -12926,7 +14946,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_2(
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -12934,20 +14954,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 17)
@@ -12956,28 +14975,30 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 16)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -12985,22 +15006,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, False)   # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 22, tl.float32, False)
@@ -13017,57 +15037,80 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_8_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_8_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_8_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_7(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 10, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     lr_over_one_max_tensor_div_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
     extent_elements = tl.load(row + 19).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_8_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -13113,10 +15156,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -13124,7 +15169,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_9(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -13178,23 +15223,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_9_flat(
 
 
 @triton.jit
-def adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -13208,47 +15249,48 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 16)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -13256,54 +15298,101 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_1_flat(
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 13, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 22, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 22, tl.float32, False)
     numel = tl.load(row + 19)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
-        )
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_no_scale_parameter_no_relative_step_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -13311,12 +15400,23 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_no_scale_parameter_no_relative_step_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -13324,20 +15424,22 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_no_scale_parameter_no_relative_step_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -13356,19 +15458,21 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_2(
     extent_rows = tl.load(row + 17).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_relative_step_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -13378,7 +15482,7 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_2(
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -13386,20 +15490,19 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 17)
@@ -13408,28 +15511,30 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 16)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -13437,22 +15542,21 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 15, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 9, tl.float32, False)   # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 7, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 22, tl.float32, False)
@@ -13469,57 +15573,80 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_8_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_8_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_no_relative_step_8_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_7(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 10, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     lr_over_one_max_tensor_div_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
     extent_elements = tl.load(row + 19).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_relative_step_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_8_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -13563,10 +15690,12 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -13574,7 +15703,7 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_9(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -13637,13 +15766,12 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_1_ti
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -13658,7 +15786,7 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 9)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -13693,36 +15821,49 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_over_one_max_tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 3, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 7)
     columns = tl.load(row + 8)
     extent_elements = tl.load(row + 9).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -13811,13 +15952,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_1_t
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -13832,7 +15972,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 9)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -13867,36 +16007,49 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_2_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_2_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_2_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_2(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_over_one_max_tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 3, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 7)
     columns = tl.load(row + 8)
     extent_elements = tl.load(row + 9).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_2_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -13989,13 +16142,12 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_1_ti
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -14010,7 +16162,7 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 2, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 9)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -14045,36 +16197,49 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_1(
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_2_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_2_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_2_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_2(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_over_one_max_tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 3, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 7)
     columns = tl.load(row + 8)
     extent_elements = tl.load(row + 9).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_2_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -14156,21 +16321,19 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_3(
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/adafactor_paper.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -14184,47 +16347,48 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -14232,54 +16396,103 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_f
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 23, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 23, tl.float32, False)
     numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr, at, live, True,
         )
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -14287,12 +16500,23 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_4_r
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -14300,20 +16524,22 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_5_r
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -14332,19 +16558,21 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2(
     extent_rows = tl.load(row + 18).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -14354,7 +16582,7 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_2(
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -14362,19 +16590,19 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_t
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 18)
@@ -14383,28 +16611,30 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 17)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -14412,22 +16642,21 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 23, tl.float32, False)
@@ -14444,57 +16673,82 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_f
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
-def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_7_values(
+    row_sum_of_g_ptr, at, live,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_7_round(
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_8_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_8_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_8_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_7(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
     lr_over_one_max_tensor_div_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
     extent_elements = tl.load(row + 20).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_8_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -14542,10 +16796,12 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -14554,7 +16810,7 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_9(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -14612,22 +16868,20 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_9_f
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -14641,47 +16895,48 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -14689,54 +16944,103 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 23, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 23, tl.float32, False)
     numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr, at, live, True,
         )
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -14744,12 +17048,23 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_4_
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -14757,20 +17072,22 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_5_
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -14789,19 +17106,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2(
     extent_rows = tl.load(row + 18).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -14811,7 +17130,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_2(
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -14819,20 +17138,19 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 18)
@@ -14841,28 +17159,30 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 17)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -14870,22 +17190,21 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 23, tl.float32, False)
@@ -14902,57 +17221,82 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
-def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_7_values(
+    row_sum_of_g_ptr, at, live,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_7_round(
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_8_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_8_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_8_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_7(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
     lr_over_one_max_tensor_div_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
     extent_elements = tl.load(row + 20).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_8_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -15003,10 +17347,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -15015,7 +17361,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_9(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -15073,22 +17419,20 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_9_
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-    g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    g_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/adafactor_paper.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -15102,47 +17446,48 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 17)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr + start * columns, at, at, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr + start * columns, at, live, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -15150,54 +17495,103 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_f
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 14, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 15, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 23, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 23, tl.float32, False)
     numel = tl.load(row + 20)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
-            g_ptr, at, live, eps1, grad_scale_times_grad_scale, True,
+        g_mul_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1_tile(
+            g_ptr, at, live, True,
         )
-        put(square_term_ptr, at, square_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                    grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1,
+                grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+    one_minus_one_minus_t_pow_decay_rate, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -15205,12 +17599,23 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_4_r
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -15218,20 +17623,22 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_5_r
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2(
-    table, work, beta2: tl.float32, one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
+    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, beta2: tl.float32,
+    one_minus_one_minus_t_pow_decay_rate: tl.float32, LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -15250,19 +17657,21 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2(
     extent_rows = tl.load(row + 18).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        end, rows, columns, eps1, grad_scale_times_grad_scale, beta2, one_minus_one_minus_t_pow_decay_rate,
+        LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_one_minus_t_pow_decay_rate, LANES,
+        first, end, rows, columns, eps1, grad_scale_times_grad_scale, beta2,
+        one_minus_one_minus_t_pow_decay_rate, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -15272,7 +17681,7 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_2(
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -15280,20 +17689,19 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_t
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """adafactor_paper: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 18)
@@ -15302,28 +17710,30 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 17)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -15331,22 +17741,21 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6(
         live = live_row & live_col
         row_sum_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """adafactor_paper: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 16, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 16, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 10, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 8, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 23, tl.float32, False)
@@ -15363,57 +17772,82 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_f
         at_col = at_mat * width + at % width
         row_sum_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
-def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_7_values(
+    row_sum_of_g_ptr, at, live,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_7_round(
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_7_values(
+            row_sum_of_g_ptr, at, live,
+        )
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_8_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_8_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_8_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_7(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 11, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 12, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 11, tl.float32, False)
     lr_over_one_max_tensor_div_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
     extent_elements = tl.load(row + 20).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_7_round(
-        tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES,
+        tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_8_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -15462,10 +17896,12 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -15474,7 +17910,7 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_9(
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -15540,13 +17976,12 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -15561,7 +17996,7 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -15596,36 +18031,49 @@ def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_2(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -15723,13 +18171,12 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -15744,7 +18191,7 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -15779,36 +18226,49 @@ def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -15910,13 +18370,12 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/adafactor_paper.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)  # 50  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 50  square = g * g + eps1
     # 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -15931,7 +18390,7 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -15966,36 +18425,49 @@ def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_
                 one_minus_one_minus_t_pow_decay_rate, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_values(
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_round(
-    lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-    clip_threshold, LANES: tl.constexpr,
+    lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+    clip_threshold, grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(lr_over_one_max_tensor_div_ptr, lr / tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_values(
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, lr, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
 def adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2(
-    table, work, lr: tl.float32, clip_threshold: tl.float32, LANES: tl.constexpr,
+    table, work, lr: tl.float32, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """adafactor_paper: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     lr_over_one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_2_round(
-        lr_over_one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns, lr,
-        clip_threshold, LANES,
+        lr_over_one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, lr,
+        clip_threshold, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -16138,204 +18610,204 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adafactor_paper_float32_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float32_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_bfloat16_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float16_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_has_momentum_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float32_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_has_momentum_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_bfloat16_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_has_momentum_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float16_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_no_relative_step_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_relative_step_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float32_no_relative_step_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_relative_step_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_relative_step_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_bfloat16_no_relative_step_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_relative_step_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_relative_step_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float16_no_relative_step_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float32_no_relative_step_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 96},
     "adafactor_paper_float16_no_relative_step_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_no_scale_parameter_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_scale_parameter_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float32_no_scale_parameter_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_scale_parameter_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_scale_parameter_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_bfloat16_no_scale_parameter_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_scale_parameter_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_scale_parameter_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float16_no_scale_parameter_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_no_factored_3": {"maxnreg": 64},
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 64},
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_1": {"maxnreg": 80},
     "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_no_factored_3": {"maxnreg": 64},
 }
 
-# Rows per tile of each kernel that walks panels of a matrix.
-ROWS = {
-    "adafactor_paper_float32_1": 2,
-    "adafactor_paper_float32_7": 2,
-    "adafactor_paper_float32_10": 2,
-    "adafactor_paper_bfloat16_1": 2,
-    "adafactor_paper_bfloat16_7": 2,
-    "adafactor_paper_bfloat16_10": 2,
-    "adafactor_paper_float16_1": 2,
-    "adafactor_paper_float16_7": 2,
-    "adafactor_paper_float16_10": 2,
-    "adafactor_paper_float32_has_momentum_1": 2,
-    "adafactor_paper_float32_has_momentum_7": 2,
-    "adafactor_paper_float32_has_momentum_10": 2,
-    "adafactor_paper_bfloat16_has_momentum_1": 2,
-    "adafactor_paper_bfloat16_has_momentum_7": 2,
-    "adafactor_paper_bfloat16_has_momentum_10": 2,
-    "adafactor_paper_float16_has_momentum_1": 2,
-    "adafactor_paper_float16_has_momentum_7": 2,
-    "adafactor_paper_float16_has_momentum_10": 2,
-    "adafactor_paper_float32_no_relative_step_1": 2,
-    "adafactor_paper_float32_no_relative_step_7": 2,
-    "adafactor_paper_float32_no_relative_step_10": 2,
-    "adafactor_paper_bfloat16_no_relative_step_1": 2,
-    "adafactor_paper_bfloat16_no_relative_step_7": 2,
-    "adafactor_paper_bfloat16_no_relative_step_10": 2,
-    "adafactor_paper_float16_no_relative_step_1": 2,
-    "adafactor_paper_float16_no_relative_step_7": 2,
-    "adafactor_paper_float16_no_relative_step_10": 2,
-    "adafactor_paper_float32_no_relative_step_has_momentum_1": 2,
-    "adafactor_paper_float32_no_relative_step_has_momentum_7": 2,
-    "adafactor_paper_float32_no_relative_step_has_momentum_10": 2,
-    "adafactor_paper_bfloat16_no_relative_step_has_momentum_1": 2,
-    "adafactor_paper_bfloat16_no_relative_step_has_momentum_7": 2,
-    "adafactor_paper_bfloat16_no_relative_step_has_momentum_10": 2,
-    "adafactor_paper_float16_no_relative_step_has_momentum_1": 2,
-    "adafactor_paper_float16_no_relative_step_has_momentum_7": 2,
-    "adafactor_paper_float16_no_relative_step_has_momentum_10": 2,
-    "adafactor_paper_float32_no_scale_parameter_1": 2,
-    "adafactor_paper_float32_no_scale_parameter_6": 2,
-    "adafactor_paper_float32_no_scale_parameter_9": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_1": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_6": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_9": 2,
-    "adafactor_paper_float16_no_scale_parameter_1": 2,
-    "adafactor_paper_float16_no_scale_parameter_6": 2,
-    "adafactor_paper_float16_no_scale_parameter_9": 2,
-    "adafactor_paper_float32_no_scale_parameter_has_momentum_1": 2,
-    "adafactor_paper_float32_no_scale_parameter_has_momentum_6": 2,
-    "adafactor_paper_float32_no_scale_parameter_has_momentum_9": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_9": 2,
-    "adafactor_paper_float16_no_scale_parameter_has_momentum_1": 2,
-    "adafactor_paper_float16_no_scale_parameter_has_momentum_6": 2,
-    "adafactor_paper_float16_no_scale_parameter_has_momentum_9": 2,
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_1": 2,
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_6": 2,
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_9": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_9": 2,
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_1": 2,
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_6": 2,
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_9": 2,
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1": 2,
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6": 2,
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_9": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6": 2,
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_9": 2,
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1": 2,
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6": 2,
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_9": 2,
+# Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
+WARPS = {
+    "adafactor_paper_float32_1": 4,
+    "adafactor_paper_float32_7": 1,
+    "adafactor_paper_float32_10": 4,
+    "adafactor_paper_bfloat16_1": 4,
+    "adafactor_paper_bfloat16_7": 1,
+    "adafactor_paper_bfloat16_10": 4,
+    "adafactor_paper_float16_1": 4,
+    "adafactor_paper_float16_7": 1,
+    "adafactor_paper_float16_10": 4,
+    "adafactor_paper_float32_has_momentum_1": 4,
+    "adafactor_paper_float32_has_momentum_7": 1,
+    "adafactor_paper_float32_has_momentum_10": 4,
+    "adafactor_paper_bfloat16_has_momentum_1": 4,
+    "adafactor_paper_bfloat16_has_momentum_7": 1,
+    "adafactor_paper_bfloat16_has_momentum_10": 4,
+    "adafactor_paper_float16_has_momentum_1": 4,
+    "adafactor_paper_float16_has_momentum_7": 1,
+    "adafactor_paper_float16_has_momentum_10": 4,
+    "adafactor_paper_float32_no_relative_step_1": 4,
+    "adafactor_paper_float32_no_relative_step_7": 1,
+    "adafactor_paper_float32_no_relative_step_10": 4,
+    "adafactor_paper_bfloat16_no_relative_step_1": 4,
+    "adafactor_paper_bfloat16_no_relative_step_7": 1,
+    "adafactor_paper_bfloat16_no_relative_step_10": 4,
+    "adafactor_paper_float16_no_relative_step_1": 4,
+    "adafactor_paper_float16_no_relative_step_7": 1,
+    "adafactor_paper_float16_no_relative_step_10": 4,
+    "adafactor_paper_float32_no_relative_step_has_momentum_1": 4,
+    "adafactor_paper_float32_no_relative_step_has_momentum_7": 1,
+    "adafactor_paper_float32_no_relative_step_has_momentum_10": 4,
+    "adafactor_paper_bfloat16_no_relative_step_has_momentum_1": 4,
+    "adafactor_paper_bfloat16_no_relative_step_has_momentum_7": 1,
+    "adafactor_paper_bfloat16_no_relative_step_has_momentum_10": 4,
+    "adafactor_paper_float16_no_relative_step_has_momentum_1": 4,
+    "adafactor_paper_float16_no_relative_step_has_momentum_7": 1,
+    "adafactor_paper_float16_no_relative_step_has_momentum_10": 4,
+    "adafactor_paper_float32_no_scale_parameter_1": 1,
+    "adafactor_paper_float32_no_scale_parameter_6": 1,
+    "adafactor_paper_float32_no_scale_parameter_9": 4,
+    "adafactor_paper_bfloat16_no_scale_parameter_1": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_6": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_9": 4,
+    "adafactor_paper_float16_no_scale_parameter_1": 1,
+    "adafactor_paper_float16_no_scale_parameter_6": 1,
+    "adafactor_paper_float16_no_scale_parameter_9": 4,
+    "adafactor_paper_float32_no_scale_parameter_has_momentum_1": 1,
+    "adafactor_paper_float32_no_scale_parameter_has_momentum_6": 1,
+    "adafactor_paper_float32_no_scale_parameter_has_momentum_9": 4,
+    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_9": 4,
+    "adafactor_paper_float16_no_scale_parameter_has_momentum_1": 1,
+    "adafactor_paper_float16_no_scale_parameter_has_momentum_6": 1,
+    "adafactor_paper_float16_no_scale_parameter_has_momentum_9": 4,
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_1": 1,
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_6": 1,
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_9": 4,
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_9": 4,
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_1": 1,
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_6": 1,
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_9": 4,
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1": 1,
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6": 1,
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_9": 4,
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6": 1,
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_9": 4,
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1": 1,
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6": 1,
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_9": 4,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
     "adafactor_paper_float32_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float32_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_7": {'row_sum_of_g': 0},
     "adafactor_paper_float32_10": {},
     "adafactor_paper_bfloat16_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_bfloat16_7": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_7": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_10": {},
     "adafactor_paper_float16_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float16_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_7": {'row_sum_of_g': 0},
     "adafactor_paper_float16_10": {},
     "adafactor_paper_float32_has_momentum_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float32_has_momentum_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_has_momentum_7": {'row_sum_of_g': 0},
     "adafactor_paper_float32_has_momentum_10": {},
     "adafactor_paper_bfloat16_has_momentum_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_bfloat16_has_momentum_7": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_has_momentum_7": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_has_momentum_10": {},
     "adafactor_paper_float16_has_momentum_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float16_has_momentum_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_has_momentum_7": {'row_sum_of_g': 0},
     "adafactor_paper_float16_has_momentum_10": {},
     "adafactor_paper_float32_no_relative_step_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float32_no_relative_step_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_no_relative_step_7": {'row_sum_of_g': 0},
     "adafactor_paper_float32_no_relative_step_10": {},
     "adafactor_paper_bfloat16_no_relative_step_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_bfloat16_no_relative_step_7": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_no_relative_step_7": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_no_relative_step_10": {},
     "adafactor_paper_float16_no_relative_step_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float16_no_relative_step_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_no_relative_step_7": {'row_sum_of_g': 0},
     "adafactor_paper_float16_no_relative_step_10": {},
     "adafactor_paper_float32_no_relative_step_has_momentum_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float32_no_relative_step_has_momentum_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_no_relative_step_has_momentum_7": {'row_sum_of_g': 0},
     "adafactor_paper_float32_no_relative_step_has_momentum_10": {},
     "adafactor_paper_bfloat16_no_relative_step_has_momentum_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_bfloat16_no_relative_step_has_momentum_7": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_no_relative_step_has_momentum_7": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_no_relative_step_has_momentum_10": {},
     "adafactor_paper_float16_no_relative_step_has_momentum_1": {'row_sum_for_rate': 0, 'row_sum_for_exp_avg_sq_row': 1, 'col_sum_for_exp_avg_sq_col': 1},
-    "adafactor_paper_float16_no_relative_step_has_momentum_7": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_no_relative_step_has_momentum_7": {'row_sum_of_g': 0},
     "adafactor_paper_float16_no_relative_step_has_momentum_10": {},
     "adafactor_paper_float32_no_scale_parameter_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float32_no_scale_parameter_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_no_scale_parameter_6": {'row_sum_of_g': 0},
     "adafactor_paper_float32_no_scale_parameter_9": {},
     "adafactor_paper_bfloat16_no_scale_parameter_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_bfloat16_no_scale_parameter_6": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_no_scale_parameter_6": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_no_scale_parameter_9": {},
     "adafactor_paper_float16_no_scale_parameter_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float16_no_scale_parameter_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_no_scale_parameter_6": {'row_sum_of_g': 0},
     "adafactor_paper_float16_no_scale_parameter_9": {},
     "adafactor_paper_float32_no_scale_parameter_has_momentum_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float32_no_scale_parameter_has_momentum_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_no_scale_parameter_has_momentum_6": {'row_sum_of_g': 0},
     "adafactor_paper_float32_no_scale_parameter_has_momentum_9": {},
     "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_no_scale_parameter_has_momentum_9": {},
     "adafactor_paper_float16_no_scale_parameter_has_momentum_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float16_no_scale_parameter_has_momentum_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_no_scale_parameter_has_momentum_6": {'row_sum_of_g': 0},
     "adafactor_paper_float16_no_scale_parameter_has_momentum_9": {},
     "adafactor_paper_float32_no_scale_parameter_no_relative_step_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_6": {'row_sum_of_g': 0},
     "adafactor_paper_float32_no_scale_parameter_no_relative_step_9": {},
     "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_6": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_9": {},
     "adafactor_paper_float16_no_scale_parameter_no_relative_step_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_6": {'row_sum_of_g': 0},
     "adafactor_paper_float16_no_scale_parameter_no_relative_step_9": {},
     "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_6": {'row_sum_of_g': 0},
     "adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_9": {},
     "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6": {'row_sum_of_update': 0},
+    "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_6": {'row_sum_of_g': 0},
     "adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum_9": {},
     "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6": {'row_sum_of_update': 0},
+    "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_6": {'row_sum_of_g': 0},
     "adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_9": {},
 }

@@ -13,7 +13,7 @@
 //     exp_avg_sq_col  0 B  f32, one per col
 //                     exact; every f32
 //   traffic   15 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -41,16 +41,14 @@ struct adafactor_paper_float32_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
+            const F g_mul = g * g;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -79,6 +77,8 @@ struct adafactor_paper_float32_2 {
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[3];
         const float *__restrict row_sum_for_rate_at = (const float *)at[4];  // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -88,7 +88,7 @@ struct adafactor_paper_float32_2 {
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             const F row_sum_for_rate = load(row_sum_for_rate_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(tensor_sum_for_rate_at + i, row_sum_for_rate);
@@ -116,6 +116,8 @@ struct adafactor_paper_float32_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -124,7 +126,7 @@ struct adafactor_paper_float32_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -231,7 +233,7 @@ struct adafactor_paper_float32_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 20, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {14, 20, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {9, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -240,17 +242,17 @@ struct adafactor_paper_float32_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -263,19 +265,19 @@ struct adafactor_paper_float32_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -290,22 +292,23 @@ struct adafactor_paper_float32_9 {
     static constexpr Place PLACES[] = {
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {10, -1, 4, WHOLE, true, false, NONE, 1},  // rate
-        {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {15, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        const float *__restrict rate_at = (const float *)at[1];                  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
+        const float *__restrict rate_at = (const float *)at[1];              // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];   // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F rate = load(rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -378,20 +381,17 @@ struct adafactor_paper_bfloat16_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_rate_at = (float *)at[3];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[4];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -420,6 +420,8 @@ struct adafactor_paper_bfloat16_2 {
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[3];
         const float *__restrict row_sum_for_rate_at = (const float *)at[4];  // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -429,7 +431,7 @@ struct adafactor_paper_bfloat16_2 {
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             const F row_sum_for_rate = load(row_sum_for_rate_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(tensor_sum_for_rate_at + i, row_sum_for_rate);
@@ -457,6 +459,8 @@ struct adafactor_paper_bfloat16_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -465,7 +469,7 @@ struct adafactor_paper_bfloat16_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -572,7 +576,7 @@ struct adafactor_paper_bfloat16_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {14, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -581,18 +585,17 @@ struct adafactor_paper_bfloat16_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -605,19 +608,19 @@ struct adafactor_paper_bfloat16_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -632,22 +635,23 @@ struct adafactor_paper_bfloat16_9 {
     static constexpr Place PLACES[] = {
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {11, -1, 4, WHOLE, true, false, NONE, 1},  // rate
-        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {16, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        const float *__restrict rate_at = (const float *)at[1];                  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
+        const float *__restrict rate_at = (const float *)at[1];              // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];   // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F rate = load(rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -747,10 +751,8 @@ struct adafactor_paper_float16_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_rate_at = (float *)at[3];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[4];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -765,10 +767,9 @@ struct adafactor_paper_float16_1 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -877,7 +878,7 @@ struct adafactor_paper_float32_no_factored_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {3, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_sq_range
         {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -888,7 +889,7 @@ struct adafactor_paper_float32_no_factored_1 {
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[2];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[4];               // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -919,13 +920,12 @@ struct adafactor_paper_float32_no_factored_1 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_mul = grad_scale_times_grad_scale * g;
-                const F square = fma(g_mul, g, eps1);                      // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+                const F g_mul = g / sqrt(exp_avg_sq_2);
                 store(tensor_sum_for_rate_at + i, p * p);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -942,28 +942,29 @@ struct adafactor_paper_float32_no_factored_2 {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -1131,7 +1132,7 @@ struct adafactor_paper_float32_no_factored_small_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {3, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1141,7 +1142,7 @@ struct adafactor_paper_float32_no_factored_small_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1152,13 +1153,12 @@ struct adafactor_paper_float32_no_factored_small_1 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1174,28 +1174,29 @@ struct adafactor_paper_float32_no_factored_small_2 {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -1264,7 +1265,7 @@ struct adafactor_paper_bfloat16_no_factored_1 {
         {3, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_rate
-        {6, 10, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_update
+        {6, 10, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1276,7 +1277,7 @@ struct adafactor_paper_bfloat16_no_factored_1 {
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[5];               // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[6];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[6];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1310,13 +1311,13 @@ struct adafactor_paper_bfloat16_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                         // 50  square = g * g + eps1
+                // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
                 store(tensor_sum_for_rate_at + i, p * p);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -1333,28 +1334,29 @@ struct adafactor_paper_bfloat16_no_factored_2 {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {8, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -1541,7 +1543,7 @@ struct adafactor_paper_bfloat16_no_factored_small_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1552,7 +1554,7 @@ struct adafactor_paper_bfloat16_no_factored_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const float *__restrict exp_avg_sq_at = (const float *)at[3];      // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];        // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1566,13 +1568,13 @@ struct adafactor_paper_bfloat16_no_factored_small_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);                         // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1669,7 +1671,7 @@ struct adafactor_paper_float16_no_factored_1 {
         {3, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {4, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_rate
-        {6, 10, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_update
+        {6, 10, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1681,7 +1683,7 @@ struct adafactor_paper_float16_no_factored_1 {
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[5];               // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[6];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[6];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1723,13 +1725,13 @@ struct adafactor_paper_float16_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                 // 50  square = g * g + eps1
+                // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
                 store(tensor_sum_for_rate_at + i, p * p);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -1936,7 +1938,7 @@ struct adafactor_paper_float16_no_factored_small_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {4, 8, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -1947,7 +1949,7 @@ struct adafactor_paper_float16_no_factored_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const float *__restrict exp_avg_sq_at = (const float *)at[3];      // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];        // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -1969,13 +1971,13 @@ struct adafactor_paper_float16_no_factored_small_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2100,16 +2102,14 @@ struct adafactor_paper_float32_has_momentum_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
+            const F g_mul = g * g;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -2138,6 +2138,8 @@ struct adafactor_paper_float32_has_momentum_2 {
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[3];
         const float *__restrict row_sum_for_rate_at = (const float *)at[4];  // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2147,7 +2149,7 @@ struct adafactor_paper_float32_has_momentum_2 {
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             const F row_sum_for_rate = load(row_sum_for_rate_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(tensor_sum_for_rate_at + i, row_sum_for_rate);
@@ -2175,6 +2177,8 @@ struct adafactor_paper_float32_has_momentum_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2183,7 +2187,7 @@ struct adafactor_paper_float32_has_momentum_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -2290,7 +2294,7 @@ struct adafactor_paper_float32_has_momentum_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {16, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {16, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {15, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {11, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2299,17 +2303,17 @@ struct adafactor_paper_float32_has_momentum_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2322,19 +2326,19 @@ struct adafactor_paper_float32_has_momentum_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {17, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {16, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {17, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {16, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -2349,22 +2353,23 @@ struct adafactor_paper_float32_has_momentum_9 {
     static constexpr Place PLACES[] = {
         {18, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {12, -1, 4, WHOLE, true, false, NONE, 1},  // rate
-        {17, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {17, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        const float *__restrict rate_at = (const float *)at[1];                  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
+        const float *__restrict rate_at = (const float *)at[1];              // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];   // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F rate = load(rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2513,16 +2518,14 @@ struct adafactor_paper_float32_has_momentum_small_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict row_sum_for_rate_at = (float *)at[2];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[3];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
+            const F g_mul = g * g;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -2536,7 +2539,7 @@ struct adafactor_paper_float32_has_momentum_small_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {15, 21, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {14, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2545,17 +2548,17 @@ struct adafactor_paper_float32_has_momentum_small_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2634,20 +2637,17 @@ struct adafactor_paper_bfloat16_has_momentum_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_rate_at = (float *)at[3];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[4];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -2676,6 +2676,8 @@ struct adafactor_paper_bfloat16_has_momentum_2 {
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[3];
         const float *__restrict row_sum_for_rate_at = (const float *)at[4];  // float32 [row]  read
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2685,7 +2687,7 @@ struct adafactor_paper_bfloat16_has_momentum_2 {
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             const F row_sum_for_rate = load(row_sum_for_rate_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(tensor_sum_for_rate_at + i, row_sum_for_rate);
@@ -2713,6 +2715,8 @@ struct adafactor_paper_bfloat16_has_momentum_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -2721,7 +2725,7 @@ struct adafactor_paper_bfloat16_has_momentum_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -2828,7 +2832,7 @@ struct adafactor_paper_bfloat16_has_momentum_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {17, 23, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {17, 23, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {16, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {12, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -2837,18 +2841,17 @@ struct adafactor_paper_bfloat16_has_momentum_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2861,19 +2864,19 @@ struct adafactor_paper_bfloat16_has_momentum_8 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {18, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {17, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {18, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {17, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -2888,22 +2891,23 @@ struct adafactor_paper_bfloat16_has_momentum_9 {
     static constexpr Place PLACES[] = {
         {19, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {13, -1, 4, WHOLE, true, false, NONE, 1},  // rate
-        {18, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_update
+        {18, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        const float *__restrict rate_at = (const float *)at[1];                  // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[2];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];  // float32 [tensor]  written
+        const float *__restrict rate_at = (const float *)at[1];              // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[2];   // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F rate = load(rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -3068,20 +3072,17 @@ struct adafactor_paper_bfloat16_has_momentum_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_rate_at = (float *)at[3];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[4];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -3095,7 +3096,7 @@ struct adafactor_paper_bfloat16_has_momentum_small_7 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {16, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {16, 22, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {15, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {11, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -3104,18 +3105,17 @@ struct adafactor_paper_bfloat16_has_momentum_small_7 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -3221,10 +3221,8 @@ struct adafactor_paper_float16_has_momentum_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_rate_at = (float *)at[3];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[4];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -3239,10 +3237,9 @@ struct adafactor_paper_float16_has_momentum_1 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -3427,10 +3424,8 @@ struct adafactor_paper_float16_has_momentum_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict row_sum_for_rate_at = (float *)at[3];            // float32 [row]  for row_sum
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[4];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const I p_high = extend16(extend16(to_int(p_stored)));
@@ -3445,10 +3440,9 @@ struct adafactor_paper_float16_has_momentum_small_1 {
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
+            const F g_mul = g_cast * g_cast;
             store(row_sum_for_rate_at + i, p * p);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -3563,7 +3557,7 @@ struct adafactor_paper_float32_has_momentum_no_factored_1 {
         {4, -1, 1, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, false, NONE, 3},  // exp_avg_sq_range
         {6, 10, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_rate
-        {7, 11, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {7, 11, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -3574,7 +3568,7 @@ struct adafactor_paper_float32_has_momentum_no_factored_1 {
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[2];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[3];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[4];               // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -3605,13 +3599,12 @@ struct adafactor_paper_float32_has_momentum_no_factored_1 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_mul = grad_scale_times_grad_scale * g;
-                const F square = fma(g_mul, g, eps1);                      // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+                const F g_mul = g / sqrt(exp_avg_sq_2);
                 store(tensor_sum_for_rate_at + i, p * p);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -3628,28 +3621,29 @@ struct adafactor_paper_float32_has_momentum_no_factored_2 {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {7, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {7, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -3854,7 +3848,7 @@ struct adafactor_paper_float32_has_momentum_no_factored_small_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 2},  // exp_avg_sq
         {4, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_rate
-        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_update
+        {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -3864,7 +3858,7 @@ struct adafactor_paper_float32_has_momentum_no_factored_small_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const float *__restrict exp_avg_sq_at = (const float *)at[2];  // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[3];     // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -3875,13 +3869,12 @@ struct adafactor_paper_float32_has_momentum_no_factored_small_1 {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -3955,7 +3948,7 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_1 {
         {5, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {7, 11, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_rate
-        {8, 12, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_update
+        {8, 12, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -3967,7 +3960,7 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_1 {
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[5];               // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[6];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[6];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -4001,13 +3994,13 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                         // 50  square = g * g + eps1
+                // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
                 store(tensor_sum_for_rate_at + i, p * p);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -4024,28 +4017,29 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_2 {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {10, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {8, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F eps2(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
         const F weight_decay(known.scalars[6]);
         const F rate(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate_ = rate * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate_ / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate_ * weight_decay);
         }
     }
@@ -4267,7 +4261,7 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_small_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {4, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_rate
-        {6, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {6, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -4278,7 +4272,7 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const float *__restrict exp_avg_sq_at = (const float *)at[3];      // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];        // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -4292,13 +4286,13 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_small_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);                         // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -4401,7 +4395,7 @@ struct adafactor_paper_float16_has_momentum_no_factored_1 {
         {5, -1, 1, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, false, NONE, 4},  // exp_avg_sq_range
         {7, 11, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_rate
-        {8, 12, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_update
+        {8, 12, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -4413,7 +4407,7 @@ struct adafactor_paper_float16_has_momentum_no_factored_1 {
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[3];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[4];  // int16 [blocks of 64]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[5];               // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[6];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[6];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -4455,13 +4449,13 @@ struct adafactor_paper_float16_has_momentum_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                 // 50  square = g * g + eps1
+                // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
                 store(tensor_sum_for_rate_at + i, p * p);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -4703,7 +4697,7 @@ struct adafactor_paper_float16_has_momentum_no_factored_small_1 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {4, -1, 4, ELEMENT, true, false, NONE, 3},  // exp_avg_sq
         {5, 9, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_rate
-        {6, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_update
+        {6, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -4714,7 +4708,7 @@ struct adafactor_paper_float16_has_momentum_no_factored_small_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         const float *__restrict exp_avg_sq_at = (const float *)at[3];      // float32 [n]  read
         float *__restrict tensor_sum_for_rate_at = (float *)at[4];         // float32 [tensor]  for tensor_sum
-        float *__restrict tensor_sum_of_update_at = (float *)at[5];        // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[5];             // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -4736,13 +4730,13 @@ struct adafactor_paper_float16_has_momentum_no_factored_small_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
             store(tensor_sum_for_rate_at + i, p * p);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -4930,28 +4924,29 @@ struct adafactor_paper_float32_no_relative_step_no_factored_2 {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {7, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {4, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -4968,28 +4963,29 @@ struct adafactor_paper_float32_no_relative_step_no_factored_small_2 {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {6, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {3, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -5006,28 +5002,29 @@ struct adafactor_paper_bfloat16_no_relative_step_no_factored_2 {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {8, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {5, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {6, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -5112,28 +5109,29 @@ struct adafactor_paper_float32_no_relative_step_has_momentum_no_factored_2 {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {9, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {6, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {7, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {7, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -5150,28 +5148,29 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_2 {
         {9, -1, 4, WHOLE, false, true, NONE, 0},  // rate_over_one_max_tensor_div
         {10, -1, 4, WHOLE, false, true, NONE, 1},  // rate_times_weight_decay
         {7, -1, 4, WHOLE, true, false, NONE, 2},  // tensor_sum_for_rate
-        {8, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_update
+        {8, -1, 4, WHOLE, true, false, NONE, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];      // float32 [tensor]  written
-        float *__restrict rate_times_weight_decay_at = (float *)at[1];           // float32 [tensor]  written
-        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];   // float32 [tensor]  read
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[3];  // float32 [tensor]  read
+        float *__restrict rate_over_one_max_tensor_div_at = (float *)at[0];     // float32 [tensor]  written
+        float *__restrict rate_times_weight_decay_at = (float *)at[1];          // float32 [tensor]  written
+        const float *__restrict tensor_sum_for_rate_at = (const float *)at[2];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[3];      // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F eps2(known.scalars[5]);
         const F clip_threshold(known.scalars[6]);
         const F weight_decay(known.scalars[7]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/adafactor_paper.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_rate = load(tensor_sum_for_rate_at + i);
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
             // 48  rate = rate * maximum(eps2, rms(p))
             const F rate = lr * max(eps2, sqrt(tensor_sum_for_rate / F(extent[2])));
-            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            store(rate_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
             store(rate_times_weight_decay_at + i, rate * weight_decay);
         }
     }
@@ -5195,14 +5194,12 @@ struct adafactor_paper_float32_no_scale_parameter_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -5227,6 +5224,8 @@ struct adafactor_paper_float32_no_scale_parameter_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -5235,7 +5234,7 @@ struct adafactor_paper_float32_no_scale_parameter_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -5262,6 +5261,8 @@ struct adafactor_paper_float32_no_scale_parameter_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -5270,7 +5271,7 @@ struct adafactor_paper_float32_no_scale_parameter_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -5343,7 +5344,7 @@ struct adafactor_paper_float32_no_scale_parameter_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {10, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {10, 15, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {9, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {7, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -5352,17 +5353,17 @@ struct adafactor_paper_float32_no_scale_parameter_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -5375,19 +5376,19 @@ struct adafactor_paper_float32_no_scale_parameter_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {10, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {11, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {10, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -5401,22 +5402,23 @@ struct adafactor_paper_float32_no_scale_parameter_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -5480,16 +5482,13 @@ struct adafactor_paper_bfloat16_no_scale_parameter_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -5514,6 +5513,8 @@ struct adafactor_paper_bfloat16_no_scale_parameter_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -5522,7 +5523,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -5549,6 +5550,8 @@ struct adafactor_paper_bfloat16_no_scale_parameter_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -5557,7 +5560,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -5630,7 +5633,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {10, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {8, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -5639,18 +5642,17 @@ struct adafactor_paper_bfloat16_no_scale_parameter_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -5663,19 +5665,19 @@ struct adafactor_paper_bfloat16_no_scale_parameter_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {12, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {11, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {12, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {11, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -5689,22 +5691,23 @@ struct adafactor_paper_bfloat16_no_scale_parameter_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {13, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -5876,7 +5879,7 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {3, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {4, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -5885,7 +5888,7 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[3];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -5915,12 +5918,11 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_1 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_mul = grad_scale_times_grad_scale * g;
-                const F square = fma(g_mul, g, eps1);                      // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+                const F g_mul = g / sqrt(exp_avg_sq_2);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -5935,22 +5937,23 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -6112,7 +6115,7 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {2, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {3, 5, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -6120,7 +6123,7 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -6130,12 +6133,11 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_small_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -6149,22 +6151,23 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_small_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -6226,7 +6229,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {4, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {5, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_update
+        {5, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -6235,7 +6238,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[3];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -6266,12 +6269,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                 // 50  square = g * g + eps1
+                // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -6286,22 +6289,23 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -6481,7 +6485,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -6489,7 +6493,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -6500,12 +6504,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -6883,14 +6887,12 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -6915,6 +6917,8 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -6923,7 +6927,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -6950,6 +6954,8 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -6958,7 +6964,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -7031,7 +7037,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {12, 17, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {12, 17, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {9, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -7040,17 +7046,17 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -7063,19 +7069,19 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {13, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {12, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -7089,22 +7095,23 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {13, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {13, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -7247,14 +7254,12 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -7268,7 +7273,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_small_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {11, 16, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {10, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {8, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -7277,17 +7282,17 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_small_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -7358,16 +7363,13 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -7392,6 +7394,8 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -7400,7 +7404,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 52  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -7427,6 +7431,8 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps1(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
         const F one_minus_one_minus_t_pow_decay_rate(known.scalars[3]);
 
@@ -7435,7 +7441,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 53  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_one_minus_t_pow_decay_rate, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -7508,7 +7514,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 18, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {13, 18, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -7517,18 +7523,17 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -7541,19 +7546,19 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -7567,22 +7572,23 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -7739,16 +7745,13 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/adafactor_paper.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 50  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -7762,7 +7765,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {12, 17, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {12, 17, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {11, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {9, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -7771,18 +7774,17 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -8122,7 +8124,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_update
+        {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -8131,7 +8133,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[3];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -8161,12 +8163,11 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_mul = grad_scale_times_grad_scale * g;
-                const F square = fma(g_mul, g, eps1);                      // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+                const F g_mul = g / sqrt(exp_avg_sq_2);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -8181,22 +8182,23 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -8396,7 +8398,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_small
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -8404,7 +8406,7 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_small
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -8414,12 +8416,11 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_small
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 50  square = g * g + eps1
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -8488,7 +8489,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {7, 9, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_update
+        {7, 9, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -8497,7 +8498,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[3];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -8528,12 +8529,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                 // 50  square = g * g + eps1
+                // 50  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -8548,22 +8549,23 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
         // float32 [tensor]  written
         float *__restrict lr_min_t_pow_m0p5_over_one_max_tensor_div_at = (float *)at[0];
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F rate(known.scalars[5]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_min_t_pow_m0p5_over_one_max_tensor_div_at + i, rate / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -8779,7 +8781,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_smal
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -8787,7 +8789,7 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_smal
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F grad_scale_times_grad_scale(known.scalars[1]);
         const F beta2(known.scalars[2]);
@@ -8798,12 +8800,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_smal
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 50  square = g * g + eps1
+            // 50  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 56  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_one_minus_t_pow_decay_rate, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -9222,21 +9224,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {12, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {11, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -9291,21 +9294,22 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {13, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {12, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -9475,21 +9479,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_2
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -9650,21 +9655,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_s
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {4, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {3, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -9724,21 +9730,22 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -10272,21 +10279,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {14, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {13, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {13, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -10466,21 +10474,22 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -10948,21 +10957,22 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -11212,21 +11222,22 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // lr_over_one_max_tensor_div
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];        // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict lr_over_one_max_tensor_div_at = (float *)at[0];   // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F lr(known.scalars[4]);
         const F clip_threshold(known.scalars[5]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(lr_over_one_max_tensor_div_at + i, lr / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -11853,13 +11864,13 @@ struct adafactor_paper_float32 {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_1<Grad>>(),
@@ -11896,13 +11907,13 @@ struct adafactor_paper_bfloat16 {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_1<Grad>>(),
@@ -11939,13 +11950,13 @@ struct adafactor_paper_float16 {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_1<Grad>>(),
@@ -11972,11 +11983,11 @@ struct adafactor_paper_float32_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_factored_1<Grad>>(),
@@ -11995,11 +12006,11 @@ struct adafactor_paper_float32_no_factored_small {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_factored_small_1<Grad>>(),
@@ -12020,11 +12031,11 @@ struct adafactor_paper_bfloat16_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_factored_1<Grad>>(),
@@ -12044,11 +12055,11 @@ struct adafactor_paper_bfloat16_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_factored_small_1<Grad>>(),
@@ -12069,11 +12080,11 @@ struct adafactor_paper_float16_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_no_factored_1<Grad>>(),
@@ -12093,11 +12104,11 @@ struct adafactor_paper_float16_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_no_factored_small_1<Grad>>(),
@@ -12128,13 +12139,13 @@ struct adafactor_paper_float32_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_1<Grad>>(),
@@ -12171,13 +12182,13 @@ struct adafactor_paper_float32_has_momentum_small {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_small_1<Grad>>(),
@@ -12216,13 +12227,13 @@ struct adafactor_paper_bfloat16_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_1<Grad>>(),
@@ -12260,13 +12271,13 @@ struct adafactor_paper_bfloat16_has_momentum_small {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_small_1<Grad>>(),
@@ -12305,13 +12316,13 @@ struct adafactor_paper_float16_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_1<Grad>>(),
@@ -12349,13 +12360,13 @@ struct adafactor_paper_float16_has_momentum_small {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_small_1<Grad>>(),
@@ -12384,11 +12395,11 @@ struct adafactor_paper_float32_has_momentum_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_no_factored_1<Grad>>(),
@@ -12408,11 +12419,11 @@ struct adafactor_paper_float32_has_momentum_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_no_factored_small_1<Grad>>(),
@@ -12435,11 +12446,11 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_no_factored_1<Grad>>(),
@@ -12460,11 +12471,11 @@ struct adafactor_paper_bfloat16_has_momentum_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_no_factored_small_1<Grad>>(),
@@ -12487,11 +12498,11 @@ struct adafactor_paper_float16_has_momentum_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_no_factored_1<Grad>>(),
@@ -12512,11 +12523,11 @@ struct adafactor_paper_float16_has_momentum_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_no_factored_small_1<Grad>>(),
@@ -12545,13 +12556,13 @@ struct adafactor_paper_float32_no_relative_step {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_1<Grad>>(),
@@ -12588,13 +12599,13 @@ struct adafactor_paper_bfloat16_no_relative_step {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_1<Grad>>(),
@@ -12631,13 +12642,13 @@ struct adafactor_paper_float16_no_relative_step {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_1<Grad>>(),
@@ -12664,11 +12675,11 @@ struct adafactor_paper_float32_no_relative_step_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_factored_1<Grad>>(),
@@ -12687,11 +12698,11 @@ struct adafactor_paper_float32_no_relative_step_no_factored_small {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_factored_small_1<Grad>>(),
@@ -12712,11 +12723,11 @@ struct adafactor_paper_bfloat16_no_relative_step_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_factored_1<Grad>>(),
@@ -12736,11 +12747,11 @@ struct adafactor_paper_bfloat16_no_relative_step_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_factored_small_1<Grad>>(),
@@ -12761,11 +12772,11 @@ struct adafactor_paper_float16_no_relative_step_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_no_factored_1<Grad>>(),
@@ -12785,11 +12796,11 @@ struct adafactor_paper_float16_no_relative_step_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_no_factored_small_1<Grad>>(),
@@ -12820,13 +12831,13 @@ struct adafactor_paper_float32_no_relative_step_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_1<Grad>>(),
@@ -12863,13 +12874,13 @@ struct adafactor_paper_float32_no_relative_step_has_momentum_small {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_small_1<Grad>>(),
@@ -12908,13 +12919,13 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_1<Grad>>(),
@@ -12952,13 +12963,13 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum_small {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_small_1<Grad>>(),
@@ -12997,13 +13008,13 @@ struct adafactor_paper_float16_no_relative_step_has_momentum {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_1<Grad>>(),
@@ -13041,13 +13052,13 @@ struct adafactor_paper_float16_no_relative_step_has_momentum_small {
         {4, WHOLE},  // rate_times_weight_decay
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_rate
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_small_1<Grad>>(),
@@ -13076,11 +13087,11 @@ struct adafactor_paper_float32_no_relative_step_has_momentum_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_no_factored_1<Grad>>(),
@@ -13100,11 +13111,11 @@ struct adafactor_paper_float32_no_relative_step_has_momentum_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_has_momentum_no_factored_small_1<Grad>>(),
@@ -13127,11 +13138,11 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_no_factored_1<Grad>>(),
@@ -13152,11 +13163,11 @@ struct adafactor_paper_bfloat16_no_relative_step_has_momentum_no_factored_small 
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_has_momentum_no_factored_small_1<Grad>>(),
@@ -13179,11 +13190,11 @@ struct adafactor_paper_float16_no_relative_step_has_momentum_no_factored {
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_no_factored_1<Grad>>(),
@@ -13204,11 +13215,11 @@ struct adafactor_paper_float16_no_relative_step_has_momentum_no_factored_small {
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_for_rate
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // rate_over_one_max_tensor_div
         {4, WHOLE},  // rate_times_weight_decay
         {4, WHOLE + 8},  // partial results of tensor_sum_for_rate
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float16_has_momentum_no_factored_small_1<Grad>>(),
@@ -13233,12 +13244,12 @@ struct adafactor_paper_float32_no_scale_parameter {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_1<Grad>>(),
@@ -13270,12 +13281,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -13307,12 +13318,12 @@ struct adafactor_paper_float16_no_scale_parameter {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -13337,9 +13348,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_no_factored_1<Grad>>(),
@@ -13357,9 +13368,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_factored_small {
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_no_factored_small_1<Grad>>(),
@@ -13379,9 +13390,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored {
         {1, ELEMENT},  // weight_low
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -13400,9 +13411,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_factored_small {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1<Grad>>(),
@@ -13422,9 +13433,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_factored {
         {1, ELEMENT},  // weight_low
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -13443,9 +13454,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_factored_small {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1<Grad>>(),
@@ -13472,12 +13483,12 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -13509,12 +13520,12 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_small {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_small_1<Grad>>(),
@@ -13548,12 +13559,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -13586,12 +13597,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_1<Grad>>(),
@@ -13625,12 +13636,12 @@ struct adafactor_paper_float16_no_scale_parameter_has_momentum {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -13663,12 +13674,12 @@ struct adafactor_paper_float16_no_scale_parameter_has_momentum_small {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_1<Grad>>(),
@@ -13695,9 +13706,9 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -13716,9 +13727,9 @@ struct adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_small
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_small_1<Grad>>(),
@@ -13740,9 +13751,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -13762,9 +13773,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_smal
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_small_1<Grad>>(),
@@ -13786,9 +13797,9 @@ struct adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -13808,9 +13819,9 @@ struct adafactor_paper_float16_no_scale_parameter_has_momentum_no_factored_small
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_min_t_pow_m0p5_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_small_1<Grad>>(),
@@ -13835,12 +13846,12 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_1<Grad>>(),
@@ -13872,12 +13883,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -13909,12 +13920,12 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_1<Grad>>(),
@@ -13939,9 +13950,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_no_factored_1<Grad>>(),
@@ -13959,9 +13970,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_no_factored_s
         {4, ELEMENT},  // p
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_no_factored_small_1<Grad>>(),
@@ -13981,9 +13992,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored 
         {1, ELEMENT},  // weight_low
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -14002,9 +14013,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_no_factored_
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1<Grad>>(),
@@ -14024,9 +14035,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored {
         {1, ELEMENT},  // weight_low
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_1<Grad>>(),
@@ -14045,9 +14056,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_no_factored_s
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_no_factored_small_1<Grad>>(),
@@ -14074,12 +14085,12 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum 
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -14111,12 +14122,12 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_small_1<Grad>>(),
@@ -14150,12 +14161,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -14188,12 +14199,12 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_1<Grad>>(),
@@ -14227,12 +14238,12 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum 
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_1<Grad>>(),
@@ -14265,12 +14276,12 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_small_1<Grad>>(),
@@ -14297,9 +14308,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -14318,9 +14329,9 @@ struct adafactor_paper_float32_no_scale_parameter_no_relative_step_has_momentum_
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_float32_no_scale_parameter_has_momentum_no_factored_small_1<Grad>>(),
@@ -14342,9 +14353,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -14364,9 +14375,9 @@ struct adafactor_paper_bfloat16_no_scale_parameter_no_relative_step_has_momentum
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_small_1<Grad>>(),
@@ -14388,9 +14399,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_1<Grad>>(),
@@ -14410,9 +14421,9 @@ struct adafactor_paper_float16_no_scale_parameter_no_relative_step_has_momentum_
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // lr_over_one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<adafactor_paper_bfloat16_no_scale_parameter_has_momentum_no_factored_small_1<Grad>>(),

@@ -19,7 +19,7 @@
 //     exp_avg_res_col  0 B  f32, one per col
 //                      exact; every f32
 //   traffic   22 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -43,14 +43,12 @@ struct came_float32_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -75,7 +73,9 @@ struct came_float32_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -83,7 +83,7 @@ struct came_float32_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -110,7 +110,9 @@ struct came_float32_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -118,7 +120,7 @@ struct came_float32_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -191,7 +193,7 @@ struct came_float32_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -200,17 +202,17 @@ struct came_float32_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -223,19 +225,19 @@ struct came_float32_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -249,20 +251,21 @@ struct came_float32_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -295,14 +298,13 @@ struct came_float32_9 {
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
         const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
-        const F eps2(known.scalars[5]);
-        const F beta1(known.scalars[6]);
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F beta1(known.scalars[5]);
+        const F grad_scale(known.scalars[6]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
         const F one_max_tensor_div = F(*one_max_tensor_div_at);
         const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -312,9 +314,9 @@ struct came_float32_9 {
             // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
             const F update = grad_scale * g_mul;
             const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F residual = fma(g_fma, g_fma, eps2);  // 39  residual = (update - exp_avg) ** 2 + eps2
+            const F g_mul_2 = g_fma * g_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, residual);
+            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
         }
     }
 };
@@ -339,6 +341,7 @@ struct came_float32_10 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_res_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -347,7 +350,7 @@ struct came_float32_10 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]), beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -374,6 +377,7 @@ struct came_float32_11 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_res_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -382,7 +386,7 @@ struct came_float32_11 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]), beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -502,16 +506,13 @@ struct came_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -525,7 +526,7 @@ struct came_bfloat16_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -534,18 +535,17 @@ struct came_bfloat16_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -578,14 +578,13 @@ struct came_bfloat16_9 {
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
         const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
-        const F eps2(known.scalars[5]);
-        const F beta1(known.scalars[6]);
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F beta1(known.scalars[5]);
+        const F grad_scale(known.scalars[6]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
         const F one_max_tensor_div = F(*one_max_tensor_div_at);
         const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -595,9 +594,9 @@ struct came_bfloat16_9 {
             // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
             const F update = grad_scale * g_mul;
             const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F residual = fma(g_fma, g_fma, eps2);  // 39  residual = (update - exp_avg) ** 2 + eps2
+            const F g_mul_2 = g_fma * g_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, residual);
+            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
         }
     }
 };
@@ -692,7 +691,7 @@ struct came_float32_no_factored_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -700,7 +699,7 @@ struct came_float32_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
@@ -710,12 +709,11 @@ struct came_float32_no_factored_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 28  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -729,20 +727,21 @@ struct came_float32_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -812,7 +811,7 @@ struct came_bfloat16_no_factored_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -820,7 +819,7 @@ struct came_bfloat16_no_factored_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
@@ -831,12 +830,12 @@ struct came_bfloat16_no_factored_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 28  square = g * g + eps1
+            // 28  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -978,8 +977,8 @@ struct came_float32 {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -989,7 +988,7 @@ struct came_float32 {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -1030,8 +1029,8 @@ struct came_bfloat16 {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -1041,7 +1040,7 @@ struct came_bfloat16 {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -1082,8 +1081,8 @@ struct came_float16 {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -1093,7 +1092,7 @@ struct came_float16 {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -1125,9 +1124,9 @@ struct came_float32_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_float32_no_factored_1<Grad>>(),
@@ -1146,9 +1145,9 @@ struct came_bfloat16_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_bfloat16_no_factored_1<Grad>>(),
@@ -1167,9 +1166,9 @@ struct came_float16_no_factored {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_bfloat16_no_factored_1<Grad>>(),

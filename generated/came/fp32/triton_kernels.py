@@ -19,30 +19,28 @@
 #     exp_avg_res_col  0 B  f32, one per col
 #                      exact; every f32
 #   traffic   22 B per bfloat16 parameter and step: 4 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import fold, get, minus, opaque, pointer, put, reciprocal, term, widened
+from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, term, widened
 
 
 @triton.jit
-def came_float32_1_tile(g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def came_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    # -- update  (specs/came.py)
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_mul = g * g
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_float32_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -56,96 +54,143 @@ def came_float32_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = came_float32_1_tile(g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = came_float32_1_tile(g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
-def came_float32_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
-):
+def came_float32_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 33, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 33, tl.float32, False)
     numel = tl.load(row + 30)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = came_float32_1_tile(g_ptr, at, live, eps1, grad_scale_times_grad_scale, True)
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def came_float32_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def came_float32_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_beta2, LANES: tl.constexpr,
+    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = came_float32_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = came_float32_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def came_float32_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def came_float32_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_beta2, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        came_float32_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+        )
+
+
+@triton.jit
+def came_float32_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -153,12 +198,23 @@ def came_float32_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        came_float32_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def came_float32_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -166,18 +222,22 @@ def came_float32_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        came_float32_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
-def came_float32_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float32_2(
+    table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -196,19 +256,19 @@ def came_float32_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, 
     extent_rows = tl.load(row + 28).to(tl.float32)
     came_float32_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_beta2, LANES,
+        end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_beta2, LANES,
+        first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -218,7 +278,7 @@ def came_float32_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, 
 @triton.jit
 def came_float32_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -226,19 +286,19 @@ def came_float32_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_float32_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 28)
@@ -247,28 +307,30 @@ def came_float32_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -276,22 +338,19 @@ def came_float32_6(
         live = live_row & live_col
         row_sum_term = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
-def came_float32_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def came_float32_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 33, tl.float32, False)
@@ -308,60 +367,82 @@ def came_float32_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = came_float32_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def came_float32_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def came_float32_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = came_float32_7_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def came_float32_8_values(
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_float32_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-    clip_threshold, LANES: tl.constexpr,
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    came_float32_8_values(
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def came_float32_7(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float32_7(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
     one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     extent_elements = tl.load(row + 30).to(tl.float32)
-    came_float32_7_round(tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-        clip_threshold, LANES,
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_float32_9_tile(
     g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, eps2, beta1, grad_scale,
+    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -378,18 +459,17 @@ def came_float32_9_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
     # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
     update = grad_scale * g_mul
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    residual = tl.fma(g_fma, g_fma, eps2)  # 39  residual = (update - exp_avg) ** 2 + eps2
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    return term(residual, at, live, MASKED)
+    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
+    g_mul = g_fma * g_fma
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_float32_9(
-    table, work, eps2: tl.float32, beta1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -407,55 +487,56 @@ def came_float32_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_res_col_ptr += top // 64 * columns + left
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
-    residual_terms = tl.full([1024], 0.0, tl.float32)
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        residual_term = came_float32_9_tile(
+        g_mul_term = came_float32_9_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, eps2,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
+            grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(residual_term, 1))
-        residual_terms += tl.sum(residual_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        residual_term = came_float32_9_tile(
+        g_mul_term = came_float32_9_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
             one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            eps2, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(residual_term, 1), mask=which < height)
-        residual_terms += tl.sum(residual_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, residual_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def came_float32_9_flat(
-    table, work, eps2: tl.float32, beta1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -467,7 +548,7 @@ def came_float32_9_flat(
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    residual_term_ptr = pointer(row + 33, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 33, tl.float32, False)
     height = tl.load(row + 28)
     width = tl.load(row + 29)
     numel = tl.load(row + 30)
@@ -479,49 +560,96 @@ def came_float32_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        residual_term = came_float32_9_tile(
+        g_mul_term = came_float32_9_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, eps2, beta1, grad_scale,
+            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
         )
-        put(residual_term_ptr, at, residual_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def came_float32_10_values(
+    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+    one_minus_beta3,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
+    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
+    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
+    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
+    return term(exp_avg_res_row, at, live, True)
 
 
 @triton.jit
 def came_float32_10_round(
     exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, beta3, one_minus_beta3, LANES: tl.constexpr,
+    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_res_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_res_row_term = came_float32_10_values(
+                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+                    one_minus_beta3,
+                )
+                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_res_row = tl.load(row_sum_for_exp_avg_res_row_ptr + at, mask=live, other=0.0)
-            exp_avg_res_row = tl.load(exp_avg_res_row_ptr + at, mask=live, other=0.0)
-            exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns, beta3 * exp_avg_res_row)
-            tl.store(exp_avg_res_row_ptr + at, exp_avg_res_row, mask=live)
-            mat_sum_of_exp_avg_res_rows = mat_sum_of_exp_avg_res_rows + term(exp_avg_res_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_res_row_ptr + number, fold(mat_sum_of_exp_avg_res_rows), mask=number < end)
+            exp_avg_res_row_term = came_float32_10_values(
+                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+                one_minus_beta3,
+            )
+            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def came_float32_11_values(
+    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
+    at, live, eps2, beta3, one_minus_beta3,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
+    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
+    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
+    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
+    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
 
 
 @triton.jit
 def came_float32_11_round(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, beta3, one_minus_beta3, LANES: tl.constexpr,
+    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_res_col = tl.load(col_sum_for_exp_avg_res_col_ptr + at, mask=live, other=0.0)
-        exp_avg_res_col = tl.load(exp_avg_res_col_ptr + at, mask=live, other=0.0)
-        exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows, beta3 * exp_avg_res_col)
-        tl.store(exp_avg_res_col_ptr + at, exp_avg_res_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_res_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_res_col), mask=live)
+        came_float32_11_values(
+            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
+            at, live, eps2, beta3, one_minus_beta3,
+        )
+
+
+@triton.jit
+def came_float32_12_values(
+    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -529,12 +657,24 @@ def came_float32_12_round(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_res_row = tl.load(mat_sum_of_exp_avg_res_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_res_row_over_rows_ptr + at, mat_sum_of_exp_avg_res_row / extent_rows, mask=live)
+        came_float32_12_values(
+            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def came_float32_13_values(
+    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
+    at_mat,
+):
+    """Values of rows."""
+    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
 
 
 @triton.jit
@@ -542,18 +682,22 @@ def came_float32_13_round(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
     rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_res_row = tl.load(exp_avg_res_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_res_row_over_rows = tl.load(mat_sum_of_exp_avg_res_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_2_ptr + at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), mask=live)
+        at_mat = at // rows
+        came_float32_13_values(
+            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
+            at_mat,
+        )
 
 
 @triton.jit
-def came_float32_10(table, work, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float32_10(
+    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -572,19 +716,19 @@ def came_float32_10(table, work, beta3: tl.float32, one_minus_beta3: tl.float32,
     extent_rows = tl.load(row + 28).to(tl.float32)
     came_float32_10_round(
         exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-        first, end, rows, columns, beta3, one_minus_beta3, LANES,
+        first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_11_round(
         exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-        first, end, rows, columns, beta3, one_minus_beta3, LANES,
+        first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_12_round(
         mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float32_13_round(
         exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
         rows, columns, LANES,
@@ -629,10 +773,12 @@ def came_float32_14(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -640,7 +786,7 @@ def came_float32_14(
     p_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += left
+    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -692,21 +838,19 @@ def came_float32_14_flat(
 
 
 @triton.jit
-def came_bfloat16_1_tile(g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def came_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/came.py)
-    g_cast = widened(g_stored)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = widened(g_stored)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_bfloat16_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -720,96 +864,143 @@ def came_bfloat16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
-def came_bfloat16_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
-):
+def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 33, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 33, tl.float32, False)
     numel = tl.load(row + 30)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = came_bfloat16_1_tile(g_ptr, at, live, eps1, grad_scale_times_grad_scale, True)
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def came_bfloat16_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def came_bfloat16_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_beta2, LANES: tl.constexpr,
+    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = came_bfloat16_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = came_bfloat16_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def came_bfloat16_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def came_bfloat16_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_beta2, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        came_bfloat16_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+        )
+
+
+@triton.jit
+def came_bfloat16_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -817,12 +1008,23 @@ def came_bfloat16_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        came_bfloat16_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def came_bfloat16_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -830,18 +1032,22 @@ def came_bfloat16_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        came_bfloat16_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
-def came_bfloat16_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_bfloat16_2(
+    table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -860,19 +1066,19 @@ def came_bfloat16_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32,
     extent_rows = tl.load(row + 28).to(tl.float32)
     came_bfloat16_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_beta2, LANES,
+        end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_beta2, LANES,
+        first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -882,7 +1088,7 @@ def came_bfloat16_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32,
 @triton.jit
 def came_bfloat16_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -890,20 +1096,19 @@ def came_bfloat16_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_bfloat16_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 28)
@@ -912,28 +1117,30 @@ def came_bfloat16_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -941,22 +1148,19 @@ def came_bfloat16_6(
         live = live_row & live_col
         row_sum_term = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
-def came_bfloat16_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 33, tl.float32, False)
@@ -973,60 +1177,82 @@ def came_bfloat16_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = came_bfloat16_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def came_bfloat16_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def came_bfloat16_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = came_bfloat16_7_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def came_bfloat16_8_values(
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_bfloat16_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-    clip_threshold, LANES: tl.constexpr,
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    came_bfloat16_8_values(
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def came_bfloat16_7(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_bfloat16_7(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
     one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     extent_elements = tl.load(row + 30).to(tl.float32)
-    came_bfloat16_7_round(tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    came_bfloat16_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-        clip_threshold, LANES,
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_bfloat16_9_tile(
     g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, eps2, beta1, grad_scale,
+    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1043,18 +1269,17 @@ def came_bfloat16_9_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
     # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
     update = grad_scale * g_mul
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    residual = tl.fma(g_fma, g_fma, eps2)  # 39  residual = (update - exp_avg) ** 2 + eps2
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    return term(residual, at, live, MASKED)
+    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
+    g_mul = g_fma * g_fma
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_bfloat16_9(
-    table, work, eps2: tl.float32, beta1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1072,55 +1297,56 @@ def came_bfloat16_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_res_col_ptr += top // 64 * columns + left
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
-    residual_terms = tl.full([1024], 0.0, tl.float32)
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        residual_term = came_bfloat16_9_tile(
+        g_mul_term = came_bfloat16_9_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, eps2,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
+            grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(residual_term, 1))
-        residual_terms += tl.sum(residual_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        residual_term = came_bfloat16_9_tile(
+        g_mul_term = came_bfloat16_9_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
             one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            eps2, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(residual_term, 1), mask=which < height)
-        residual_terms += tl.sum(residual_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, residual_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def came_bfloat16_9_flat(
-    table, work, eps2: tl.float32, beta1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1132,7 +1358,7 @@ def came_bfloat16_9_flat(
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    residual_term_ptr = pointer(row + 33, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 33, tl.float32, False)
     height = tl.load(row + 28)
     width = tl.load(row + 29)
     numel = tl.load(row + 30)
@@ -1144,49 +1370,96 @@ def came_bfloat16_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        residual_term = came_bfloat16_9_tile(
+        g_mul_term = came_bfloat16_9_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, eps2, beta1, grad_scale,
+            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
         )
-        put(residual_term_ptr, at, residual_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def came_bfloat16_10_values(
+    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+    one_minus_beta3,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
+    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
+    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
+    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
+    return term(exp_avg_res_row, at, live, True)
 
 
 @triton.jit
 def came_bfloat16_10_round(
     exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, beta3, one_minus_beta3, LANES: tl.constexpr,
+    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_res_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_res_row_term = came_bfloat16_10_values(
+                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+                    one_minus_beta3,
+                )
+                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_res_row = tl.load(row_sum_for_exp_avg_res_row_ptr + at, mask=live, other=0.0)
-            exp_avg_res_row = tl.load(exp_avg_res_row_ptr + at, mask=live, other=0.0)
-            exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns, beta3 * exp_avg_res_row)
-            tl.store(exp_avg_res_row_ptr + at, exp_avg_res_row, mask=live)
-            mat_sum_of_exp_avg_res_rows = mat_sum_of_exp_avg_res_rows + term(exp_avg_res_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_res_row_ptr + number, fold(mat_sum_of_exp_avg_res_rows), mask=number < end)
+            exp_avg_res_row_term = came_bfloat16_10_values(
+                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+                one_minus_beta3,
+            )
+            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def came_bfloat16_11_values(
+    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
+    at, live, eps2, beta3, one_minus_beta3,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
+    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
+    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
+    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
+    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
 
 
 @triton.jit
 def came_bfloat16_11_round(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, beta3, one_minus_beta3, LANES: tl.constexpr,
+    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_res_col = tl.load(col_sum_for_exp_avg_res_col_ptr + at, mask=live, other=0.0)
-        exp_avg_res_col = tl.load(exp_avg_res_col_ptr + at, mask=live, other=0.0)
-        exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows, beta3 * exp_avg_res_col)
-        tl.store(exp_avg_res_col_ptr + at, exp_avg_res_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_res_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_res_col), mask=live)
+        came_bfloat16_11_values(
+            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
+            at, live, eps2, beta3, one_minus_beta3,
+        )
+
+
+@triton.jit
+def came_bfloat16_12_values(
+    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -1194,12 +1467,24 @@ def came_bfloat16_12_round(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_res_row = tl.load(mat_sum_of_exp_avg_res_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_res_row_over_rows_ptr + at, mat_sum_of_exp_avg_res_row / extent_rows, mask=live)
+        came_bfloat16_12_values(
+            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def came_bfloat16_13_values(
+    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
+    at_mat,
+):
+    """Values of rows."""
+    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
 
 
 @triton.jit
@@ -1207,18 +1492,22 @@ def came_bfloat16_13_round(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
     rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_res_row = tl.load(exp_avg_res_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_res_row_over_rows = tl.load(mat_sum_of_exp_avg_res_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_2_ptr + at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), mask=live)
+        at_mat = at // rows
+        came_bfloat16_13_values(
+            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
+            at_mat,
+        )
 
 
 @triton.jit
-def came_bfloat16_10(table, work, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_bfloat16_10(
+    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1237,19 +1526,19 @@ def came_bfloat16_10(table, work, beta3: tl.float32, one_minus_beta3: tl.float32
     extent_rows = tl.load(row + 28).to(tl.float32)
     came_bfloat16_10_round(
         exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-        first, end, rows, columns, beta3, one_minus_beta3, LANES,
+        first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_11_round(
         exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-        first, end, rows, columns, beta3, one_minus_beta3, LANES,
+        first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_12_round(
         mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_bfloat16_13_round(
         exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
         rows, columns, LANES,
@@ -1297,10 +1586,12 @@ def came_bfloat16_14(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -1308,7 +1599,7 @@ def came_bfloat16_14(
     p_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += left
+    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -1360,21 +1651,19 @@ def came_bfloat16_14_flat(
 
 
 @triton.jit
-def came_float16_1_tile(g_ptr, at, live, eps1, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def came_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    # -- update  (specs/came.py)
-    g_cast = g_stored.to(tl.float32)
-    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # -- encode and store
-    return term(square, at, live, MASKED)
+    g_cast = g_stored.to(tl.float32)
+    g_mul = g_cast * g_cast
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_float16_1(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1388,96 +1677,143 @@ def came_float16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_for_exp_avg_sq_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_sq_col_ptr += top // 64 * columns + left
-    square_terms = tl.full([1024], 0.0, tl.float32)
+    row_sum_for_exp_avg_sq_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    col_sum_for_exp_avg_sq_col_ptr += (number // panels).to(tl.int64) * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        square_term = came_float16_1_tile(g_ptr + start * columns, at, at, eps1, grad_scale_times_grad_scale, False)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1))
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        square_term = came_float16_1_tile(g_ptr + start * columns, at, live, eps1, grad_scale_times_grad_scale, True)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(square_term, 1), mask=which < height)
-        square_terms += tl.sum(square_term, 0)
+        tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, square_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_sq_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
-def came_float16_1_flat(
-    table, work, eps1: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr,
-):
+def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
     row_sum_for_exp_avg_sq_row_ptr = pointer(row + 22, tl.float32, False)  # float32 [partial results]  written
     col_sum_for_exp_avg_sq_col_ptr = pointer(row + 23, tl.float32, False)  # float32 [partial results]  written
-    square_term_ptr = pointer(row + 33, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 33, tl.float32, False)
     numel = tl.load(row + 30)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        square_term = came_float16_1_tile(g_ptr, at, live, eps1, grad_scale_times_grad_scale, True)
-        put(square_term_ptr, at, square_term, live, True)
+        g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def came_float16_2_values(
+    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+    grad_scale_times_grad_scale, one_minus_beta2,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
+    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
+    return term(exp_avg_sq_row, at, live, True)
 
 
 @triton.jit
 def came_float16_2_round(
     exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, beta2, one_minus_beta2, LANES: tl.constexpr,
+    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_sq_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_sq_row_term = came_float16_2_values(
+                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2,
+                )
+                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_sq_row = tl.load(row_sum_for_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-            exp_avg_sq_row = tl.fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / extent_columns, beta2 * exp_avg_sq_row)
-            tl.store(exp_avg_sq_row_ptr + at, exp_avg_sq_row, mask=live)
-            mat_sum_of_exp_avg_sq_rows = mat_sum_of_exp_avg_sq_rows + term(exp_avg_sq_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, fold(mat_sum_of_exp_avg_sq_rows), mask=number < end)
+            exp_avg_sq_row_term = came_float16_2_values(
+                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
+                grad_scale_times_grad_scale, one_minus_beta2,
+            )
+            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def came_float16_3_values(
+    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
+    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
+    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
+    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
+    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
 
 
 @triton.jit
 def came_float16_3_round(
     exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, beta2, one_minus_beta2, LANES: tl.constexpr,
+    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+    LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_sq_col = tl.load(col_sum_for_exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.load(exp_avg_sq_col_ptr + at, mask=live, other=0.0)
-        exp_avg_sq_col = tl.fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / extent_rows, beta2 * exp_avg_sq_col)
-        tl.store(exp_avg_sq_col_ptr + at, exp_avg_sq_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_sq_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_col), mask=live)
+        came_float16_3_values(
+            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
+            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
+        )
+
+
+@triton.jit
+def came_float16_4_values(
+    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -1485,12 +1821,23 @@ def came_float16_4_round(
     mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_sq_row = tl.load(mat_sum_of_exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at, mat_sum_of_exp_avg_sq_row / extent_rows, mask=live)
+        came_float16_4_values(
+            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def came_float16_5_values(
+    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+):
+    """Values of rows."""
+    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
 
 
 @triton.jit
@@ -1498,18 +1845,22 @@ def came_float16_5_round(
     exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_sq_row = tl.load(exp_avg_sq_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_sq_row_over_rows = tl.load(mat_sum_of_exp_avg_sq_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_ptr + at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), mask=live)
+        at_mat = at // rows
+        came_float16_5_values(
+            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
+        )
 
 
 @triton.jit
-def came_float16_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float16_2(
+    table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_minus_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1528,19 +1879,19 @@ def came_float16_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, 
     extent_rows = tl.load(row + 28).to(tl.float32)
     came_float16_2_round(
         exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-        end, rows, columns, beta2, one_minus_beta2, LANES,
+        end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_3_round(
         exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-        first, end, rows, columns, beta2, one_minus_beta2, LANES,
+        first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_4_round(
         mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_5_round(
         exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
         columns, LANES,
@@ -1550,7 +1901,7 @@ def came_float16_2(table, work, beta2: tl.float32, one_minus_beta2: tl.float32, 
 @triton.jit
 def came_float16_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    live_col, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1558,20 +1909,19 @@ def came_float16_6_tile(
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2 * g_cast * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2, at, live, MASKED)
+    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_float16_6(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, ALIGNED)    # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 24, tl.float32, ALIGNED)         # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [columns]  read
     rows = tl.load(row + 28)
@@ -1580,28 +1930,30 @@ def came_float16_6(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
-    row_sum_of_update_ptr += panel * rows + top
+    row_sum_of_g_ptr += number % panels * (rows * tl.load(row + 27)) + top
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
         row_sum_term = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, at, at_row, lane, grad_scale_times_grad_scale, False,
+            at_row, lane, at, at_row, lane, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1))
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
@@ -1609,22 +1961,19 @@ def came_float16_6(
         live = live_row & live_col
         row_sum_term = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
-            at_row, lane, live, live_row, live_col, grad_scale_times_grad_scale, True,
+            at_row, lane, live, live_row, live_col, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_of_update_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
+        tl.store(row_sum_of_g_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
 
 @triton.jit
-def came_float16_6_flat(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, False)                             # float [n]  read
-    row_sum_of_update_ptr = pointer(row + 24, tl.float32, False)      # float32 [partial results]  written
+    row_sum_of_g_ptr = pointer(row + 24, tl.float32, False)           # float32 [partial results]  written
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     row_sum_term_ptr = pointer(row + 33, tl.float32, False)
@@ -1641,60 +1990,82 @@ def came_float16_6_flat(
         at_col = at_mat * width + at % width
         row_sum_term = came_float16_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
-            live, grad_scale_times_grad_scale, True,
+            live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
 
 
 @triton.jit
+def came_float16_7_values(row_sum_of_g_ptr, at, live):
+    """Values of rows."""
+    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
+    return term(row_sum_of_g, at, live, True)
+
+
+@triton.jit
 def came_float16_7_round(
-    tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    tensor_sum_of_updates = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 256):
-        at = start + tl.arange(0, 256)
-        live = at < end * rows
-        row_sum_of_update = tl.load(row_sum_of_update_ptr + at, mask=live, other=0.0)
-        tensor_sum_of_updates = tensor_sum_of_updates + term(row_sum_of_update, at, live, True)
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_sum_of_updates, [1, 256])))
+    """All values of rows."""
+    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
+    for start in range(0, end * rows, 2048):
+        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+        at = lane
+        live = lane < end * rows
+        row_sum_of_g_term = came_float16_7_values(row_sum_of_g_ptr, at, live)
+        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
+    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
+
+
+@triton.jit
+def came_float16_8_values(
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_float16_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-    clip_threshold, LANES: tl.constexpr,
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    came_float16_8_values(
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def came_float16_7(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float16_7(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
+    row_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
     one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 28)
     columns = tl.load(row + 29)
     extent_elements = tl.load(row + 30).to(tl.float32)
-    came_float16_7_round(tensor_sum_of_update_ptr, row_sum_of_update_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    came_float16_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_8_round(
-        one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-        clip_threshold, LANES,
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def came_float16_9_tile(
     g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, eps2, beta1, grad_scale,
+    one_max_tensor_div_ptr, at, at_row, at_col, live, live_row, live_col, beta1, grad_scale,
     one_minus_beta1_times_grad_scale, MASKED: tl.constexpr,
 ):
     """One tile."""
@@ -1711,18 +2082,17 @@ def came_float16_9_tile(
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, beta1 * exp_avg)
     # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
     update = grad_scale * g_mul
-    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
-    residual = tl.fma(g_fma, g_fma, eps2)  # 39  residual = (update - exp_avg) ** 2 + eps2
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    return term(residual, at, live, MASKED)
+    g_fma = tl.fma(update, one_max_tensor_div_rcp, minus(exp_avg))
+    g_mul = g_fma * g_fma
+    return term(g_mul, at, live, MASKED)
 
 
 @triton.jit
 def came_float16_9(
-    table, work, eps2: tl.float32, beta1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """came: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1740,55 +2110,56 @@ def came_float16_9(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
     at = at_row * columns.to(tl.int32) + lane
     g_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
-    row_sum_for_exp_avg_res_row_ptr += panel * rows + top
-    col_sum_for_exp_avg_res_col_ptr += top // 64 * columns + left
+    row_sum_for_exp_avg_res_row_ptr += number % panels * (rows * tl.load(row + 27)) + top
+    col_sum_for_exp_avg_res_col_ptr += (number // panels).to(tl.int64) * columns + left
     one_over_sqrt_row_div_ptr += top
-    one_over_sqrt_exp_avg_sq_col_2_ptr += left
-    residual_terms = tl.full([1024], 0.0, tl.float32)
+    one_over_sqrt_exp_avg_sq_col_2_ptr += matrix * columns + left
+    g_mul_terms = tl.full([1024], 0.0, tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        residual_term = came_float16_9_tile(
+        g_mul_term = came_float16_9_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
-            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, eps2,
-            beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, at, at_row, lane, beta1,
+            grad_scale, one_minus_beta1_times_grad_scale, False,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(residual_term, 1))
-        residual_terms += tl.sum(residual_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1))
+        g_mul_terms += tl.sum(g_mul_term, 0)
     for tile in range(full, tl.cdiv(height, ROWS)):
         start = tile * ROWS
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        residual_term = came_float16_9_tile(
+        g_mul_term = came_float16_9_tile(
             g_ptr + start * columns, exp_avg_ptr + start * columns, one_over_sqrt_row_div_ptr + start,
             one_over_sqrt_exp_avg_sq_col_2_ptr, one_max_tensor_div_ptr, at, at_row, lane, live, live_row, live_col,
-            eps2, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
+            beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
         which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(residual_term, 1), mask=which < height)
-        residual_terms += tl.sum(residual_term, 0)
+        tl.store(row_sum_for_exp_avg_res_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
+        g_mul_terms += tl.sum(g_mul_term, 0)
     lane = tl.arange(0, 1024)
-    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, residual_terms, mask=lane < width)
+    tl.store(col_sum_for_exp_avg_res_col_ptr + lane, g_mul_terms, mask=lane < width)
 
 
 @triton.jit
 def came_float16_9_flat(
-    table, work, eps2: tl.float32, beta1: tl.float32, grad_scale: tl.float32,
-    one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr,
+    table, work, beta1: tl.float32, grad_scale: tl.float32, one_minus_beta1_times_grad_scale: tl.float32,
+    step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
 ):
     """came: tiles of a tensor of any shape; see optgen.runtime.stages."""
     item = work + 2 * tl.program_id(0)
@@ -1800,7 +2171,7 @@ def came_float16_9_flat(
     one_over_sqrt_row_div_ptr = pointer(row + 12, tl.float32, False)  # float32 [rows]  read
     one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 10, tl.float32, False)  # float32 [columns]  read
     one_max_tensor_div_ptr = pointer(row + 15, tl.float32, False)     # float32 [1]  read
-    residual_term_ptr = pointer(row + 33, tl.float32, False)
+    g_mul_term_ptr = pointer(row + 33, tl.float32, False)
     height = tl.load(row + 28)
     width = tl.load(row + 29)
     numel = tl.load(row + 30)
@@ -1812,49 +2183,96 @@ def came_float16_9_flat(
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        residual_term = came_float16_9_tile(
+        g_mul_term = came_float16_9_tile(
             g_ptr, exp_avg_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr,
-            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, eps2, beta1, grad_scale,
+            one_max_tensor_div_ptr, at, at_row, at_col, live, live, live, beta1, grad_scale,
             one_minus_beta1_times_grad_scale, True,
         )
-        put(residual_term_ptr, at, residual_term, live, True)
+        put(g_mul_term_ptr, at, g_mul_term, live, True)
+
+
+@triton.jit
+def came_float16_10_values(
+    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+    one_minus_beta3,
+):
+    """Values of rows."""
+    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
+    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
+    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
+    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
+    return term(exp_avg_res_row, at, live, True)
 
 
 @triton.jit
 def came_float16_10_round(
     exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, beta3, one_minus_beta3, LANES: tl.constexpr,
+    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for group in range(first, end, 1024 // LANES):
-        number = group + tl.arange(0, 1024 // LANES)
-        mat_sum_of_exp_avg_res_rows = tl.full([1024 // LANES, LANES], 0.0, tl.float32)
-        for start in range(0, rows, LANES):
-            lane = start + tl.arange(0, LANES)[None, :]
+    """All values of rows."""
+    if LANES == 256:
+        for number in range(first, end):
+            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
+            for start in range(0, rows, 2048):
+                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
+                at = number * rows + lane
+                live = lane < rows
+                exp_avg_res_row_term = came_float16_10_values(
+                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+                    one_minus_beta3,
+                )
+                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
+            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
+    else:
+        for group in range(first, end, 2048 // LANES):
+            number = group + tl.arange(0, 2048 // LANES)
+            lane = tl.arange(0, LANES)[None, :]
             at = number[:, None] * rows + lane
             live = (number < end)[:, None] & (lane < rows)
-            row_sum_for_exp_avg_res_row = tl.load(row_sum_for_exp_avg_res_row_ptr + at, mask=live, other=0.0)
-            exp_avg_res_row = tl.load(exp_avg_res_row_ptr + at, mask=live, other=0.0)
-            exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns, beta3 * exp_avg_res_row)
-            tl.store(exp_avg_res_row_ptr + at, exp_avg_res_row, mask=live)
-            mat_sum_of_exp_avg_res_rows = mat_sum_of_exp_avg_res_rows + term(exp_avg_res_row, at, live, True)
-        tl.store(mat_sum_of_exp_avg_res_row_ptr + number, fold(mat_sum_of_exp_avg_res_rows), mask=number < end)
+            exp_avg_res_row_term = came_float16_10_values(
+                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
+                one_minus_beta3,
+            )
+            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
+
+
+@triton.jit
+def came_float16_11_values(
+    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
+    at, live, eps2, beta3, one_minus_beta3,
+):
+    """Values of columns."""
+    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
+    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
+    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
+    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
+    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
 
 
 @triton.jit
 def came_float16_11_round(
     exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, beta3, one_minus_beta3, LANES: tl.constexpr,
+    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        col_sum_for_exp_avg_res_col = tl.load(col_sum_for_exp_avg_res_col_ptr + at, mask=live, other=0.0)
-        exp_avg_res_col = tl.load(exp_avg_res_col_ptr + at, mask=live, other=0.0)
-        exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows, beta3 * exp_avg_res_col)
-        tl.store(exp_avg_res_col_ptr + at, exp_avg_res_col, mask=live)
-        tl.store(one_over_sqrt_exp_avg_res_col_2_ptr + at, 1.0 / tl.sqrt(exp_avg_res_col), mask=live)
+        came_float16_11_values(
+            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
+            at, live, eps2, beta3, one_minus_beta3,
+        )
+
+
+@triton.jit
+def came_float16_12_values(
+    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
+):
+    """Values of matrices."""
+    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
+    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
 
 
 @triton.jit
@@ -1862,12 +2280,24 @@ def came_float16_12_round(
     mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
     columns, LANES: tl.constexpr,
 ):
-    """What is done with values of matrices."""
-    for start in range(first, end, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of matrices."""
+    for start in range(first, end, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end
-        mat_sum_of_exp_avg_res_row = tl.load(mat_sum_of_exp_avg_res_row_ptr + at, mask=live, other=0.0)
-        tl.store(mat_sum_of_exp_avg_res_row_over_rows_ptr + at, mat_sum_of_exp_avg_res_row / extent_rows, mask=live)
+        came_float16_12_values(
+            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
+        )
+
+
+@triton.jit
+def came_float16_13_values(
+    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
+    at_mat,
+):
+    """Values of rows."""
+    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
+    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
+    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
 
 
 @triton.jit
@@ -1875,18 +2305,22 @@ def came_float16_13_round(
     exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
     rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        exp_avg_res_row = tl.load(exp_avg_res_row_ptr + at, mask=live, other=0.0)
-        mat_sum_of_exp_avg_res_row_over_rows = tl.load(mat_sum_of_exp_avg_res_row_over_rows_ptr + at // rows, mask=live, other=0.0)
-        tl.store(one_over_sqrt_row_div_2_ptr + at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), mask=live)
+        at_mat = at // rows
+        came_float16_13_values(
+            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
+            at_mat,
+        )
 
 
 @triton.jit
-def came_float16_10(table, work, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float16_10(
+    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 34 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1905,19 +2339,19 @@ def came_float16_10(table, work, beta3: tl.float32, one_minus_beta3: tl.float32,
     extent_rows = tl.load(row + 28).to(tl.float32)
     came_float16_10_round(
         exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-        first, end, rows, columns, beta3, one_minus_beta3, LANES,
+        first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_11_round(
         exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-        first, end, rows, columns, beta3, one_minus_beta3, LANES,
+        first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_12_round(
         mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
         columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     came_float16_13_round(
         exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
         rows, columns, LANES,
@@ -1963,10 +2397,12 @@ def came_float16_14(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -1974,7 +2410,7 @@ def came_float16_14(
     p_ptr += top * columns + left
     exp_avg_ptr += top * columns + left
     one_over_sqrt_row_div_2_ptr += top
-    one_over_sqrt_exp_avg_res_col_2_ptr += left
+    one_over_sqrt_exp_avg_res_col_2_ptr += matrix * columns + left
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
@@ -2035,13 +2471,12 @@ def came_float32_no_factored_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = grad_scale_times_grad_scale * g
-    square = tl.fma(g_mul, g, eps1)                                   # 28  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)         # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g * g_rcp, at, live, MASKED)
+    g_mul = g * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2056,7 +2491,7 @@ def came_float32_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -2091,34 +2526,48 @@ def came_float32_no_factored_1(
                 one_minus_beta2, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def came_float32_no_factored_2_values(
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_float32_no_factored_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-    clip_threshold, LANES: tl.constexpr,
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    came_float32_no_factored_2_values(
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def came_float32_no_factored_2(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float32_no_factored_2(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     came_float32_no_factored_2_round(
-        one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-        clip_threshold, LANES,
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2217,13 +2666,12 @@ def came_bfloat16_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     g_cast = widened(g_stored)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)                              # 28  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2238,7 +2686,7 @@ def came_bfloat16_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -2273,34 +2721,48 @@ def came_bfloat16_no_factored_1(
                 one_minus_beta2, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def came_bfloat16_no_factored_2_values(
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_bfloat16_no_factored_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-    clip_threshold, LANES: tl.constexpr,
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    came_bfloat16_no_factored_2_values(
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def came_bfloat16_no_factored_2(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_bfloat16_no_factored_2(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     came_bfloat16_no_factored_2_round(
-        one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-        clip_threshold, LANES,
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2403,13 +2865,12 @@ def came_float16_no_factored_1_tile(
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = grad_scale_times_grad_scale * g_cast
-    square = tl.fma(g_mul, g_cast, eps1)                              # 28  square = g * g + eps1
+    square = tl.fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1)  # 28  square = g * g + eps1
     # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = tl.fma(one_minus_beta2, square, beta2 * exp_avg_sq)
     # -- encode and store
-    g_rcp = reciprocal(tl.sqrt(exp_avg_sq))
-    return term(g_mul * g_rcp * g_cast * g_rcp, at, live, MASKED)
+    g_mul = g_cast * reciprocal(tl.sqrt(exp_avg_sq))
+    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2424,7 +2885,7 @@ def came_float16_no_factored_1(
     first = tl.load(item + 1).to(tl.int64)
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read
-    tensor_sum_of_update_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
+    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     LESS: tl.constexpr = TILE
@@ -2459,34 +2920,48 @@ def came_float16_no_factored_1(
                 one_minus_beta2, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_of_update_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def came_float16_no_factored_2_values(
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+    grad_scale_times_grad_scale,
+):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def came_float16_no_factored_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-    clip_threshold, LANES: tl.constexpr,
+    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(tensor_sum_of_update / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
+    """All values of the tensor."""
+    came_float16_no_factored_2_values(
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
+        grad_scale_times_grad_scale,
+    )
 
 
 @triton.jit
-def came_float16_no_factored_2(table, work, clip_threshold: tl.float32, LANES: tl.constexpr):
-    """came: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def came_float16_no_factored_2(
+    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """came: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
     one_max_tensor_div_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 4, tl.float32, False)
+    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 10).to(tl.float32)
     came_float16_no_factored_2_round(
-        one_max_tensor_div_ptr, tensor_sum_of_update_ptr, extent_elements, first, end, rows, columns,
-        clip_threshold, LANES,
+        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2588,42 +3063,42 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "came_float32_no_factored_1": {"maxnreg": 64},
+    "came_float32_no_factored_1": {"maxnreg": 80},
     "came_float32_no_factored_3": {"maxnreg": 64},
-    "came_bfloat16_no_factored_1": {"maxnreg": 64},
+    "came_bfloat16_no_factored_1": {"maxnreg": 80},
     "came_bfloat16_no_factored_3": {"maxnreg": 64},
-    "came_float16_no_factored_1": {"maxnreg": 64},
+    "came_float16_no_factored_1": {"maxnreg": 80},
     "came_float16_no_factored_3": {"maxnreg": 64},
 }
 
-# Rows per tile of each kernel that walks panels of a matrix.
-ROWS = {
-    "came_float32_1": 2,
-    "came_float32_6": 2,
-    "came_float32_9": 2,
-    "came_float32_14": 2,
-    "came_bfloat16_1": 2,
-    "came_bfloat16_6": 2,
-    "came_bfloat16_9": 2,
-    "came_bfloat16_14": 2,
-    "came_float16_1": 2,
-    "came_float16_6": 2,
-    "came_float16_9": 2,
-    "came_float16_14": 2,
+# Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
+WARPS = {
+    "came_float32_1": 1,
+    "came_float32_6": 1,
+    "came_float32_9": 4,
+    "came_float32_14": 4,
+    "came_bfloat16_1": 1,
+    "came_bfloat16_6": 1,
+    "came_bfloat16_9": 4,
+    "came_bfloat16_14": 4,
+    "came_float16_1": 1,
+    "came_float16_6": 1,
+    "came_float16_9": 4,
+    "came_float16_14": 4,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.
 DENSE = {
     "came_float32_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "came_float32_6": {'row_sum_of_update': 0},
+    "came_float32_6": {'row_sum_of_g': 0},
     "came_float32_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
     "came_float32_14": {},
     "came_bfloat16_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "came_bfloat16_6": {'row_sum_of_update': 0},
+    "came_bfloat16_6": {'row_sum_of_g': 0},
     "came_bfloat16_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
     "came_bfloat16_14": {},
     "came_float16_1": {'row_sum_for_exp_avg_sq_row': 0, 'col_sum_for_exp_avg_sq_col': 0},
-    "came_float16_6": {'row_sum_of_update': 0},
+    "came_float16_6": {'row_sum_of_g': 0},
     "came_float16_9": {'row_sum_for_exp_avg_res_row': 0, 'col_sum_for_exp_avg_res_col': 0},
     "came_float16_14": {},
 }

@@ -19,7 +19,7 @@
 //     exp_avg_res_col  0 B  f32, one per col
 //                      exact; every f32
 //   traffic   15.0938 B per bfloat16 parameter and step: 4 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -43,14 +43,12 @@ struct came_float32_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -75,7 +73,9 @@ struct came_float32_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -83,7 +83,7 @@ struct came_float32_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -110,7 +110,9 @@ struct came_float32_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -118,7 +120,7 @@ struct came_float32_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -191,7 +193,7 @@ struct came_float32_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {14, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {11, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -200,17 +202,17 @@ struct came_float32_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -223,19 +225,19 @@ struct came_float32_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {15, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {14, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -249,20 +251,21 @@ struct came_float32_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {16, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {15, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {15, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -299,10 +302,9 @@ struct came_float32_9 {
         const float *__restrict one_max_tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F eps2(known.scalars[5]);
-        const F beta1(known.scalars[6]);
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F beta1(known.scalars[5]);
+        const F grad_scale(known.scalars[6]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
         const F one_max_tensor_div = F(*one_max_tensor_div_at);
         const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
         alignas(64) int32_t word_kept[TILE / 8];
@@ -352,16 +354,16 @@ struct came_float32_9 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
                 const F update = grad_scale * g_mul;
-                const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
-                const F residual = fma(g_fma, g_fma, eps2);  // 39  residual = (update - exp_avg) ** 2 + eps2
                 const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
+                const F g_mul_3 = g_fma * g_fma;
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(row_sum_for_exp_avg_res_row_at + i, residual);
+                store(row_sum_for_exp_avg_res_row_at + i, g_mul_3);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -411,6 +413,7 @@ struct came_float32_10 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_res_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -419,7 +422,7 @@ struct came_float32_10 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]), beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -446,6 +449,7 @@ struct came_float32_11 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_res_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -454,7 +458,7 @@ struct came_float32_11 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]), beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -591,14 +595,12 @@ struct came_float32_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g * g;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -623,7 +625,9 @@ struct came_float32_small_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -631,7 +635,7 @@ struct came_float32_small_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -658,7 +662,9 @@ struct came_float32_small_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -666,7 +672,7 @@ struct came_float32_small_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -739,7 +745,7 @@ struct came_float32_small_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {13, 24, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {12, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {10, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -748,17 +754,17 @@ struct came_float32_small_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -771,19 +777,19 @@ struct came_float32_small_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {14, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {13, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -797,20 +803,21 @@ struct came_float32_small_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {15, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {14, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -843,14 +850,13 @@ struct came_float32_small_9 {
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
         const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
-        const F eps2(known.scalars[5]);
-        const F beta1(known.scalars[6]);
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F beta1(known.scalars[5]);
+        const F grad_scale(known.scalars[6]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
         const F one_max_tensor_div = F(*one_max_tensor_div_at);
         const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -860,9 +866,9 @@ struct came_float32_small_9 {
             // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
             const F update = grad_scale * g_mul;
             const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F residual = fma(g_fma, g_fma, eps2);  // 39  residual = (update - exp_avg) ** 2 + eps2
+            const F g_mul_2 = g_fma * g_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, residual);
+            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
         }
     }
 };
@@ -887,6 +893,7 @@ struct came_float32_small_10 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_res_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -895,7 +902,7 @@ struct came_float32_small_10 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]), beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -922,6 +929,7 @@ struct came_float32_small_11 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_res_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -930,7 +938,7 @@ struct came_float32_small_11 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]), beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -1050,16 +1058,13 @@ struct came_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -1084,7 +1089,9 @@ struct came_bfloat16_2 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_sq_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -1092,7 +1099,7 @@ struct came_bfloat16_2 {
             const F row_sum_for_exp_avg_sq_row = load(row_sum_for_exp_avg_sq_row_at + i);
             const F exp_avg_sq_row = load(exp_avg_sq_row_at + i);
             // 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-            const F exp_avg_sq_row_2 = fma(one_minus_beta2, row_sum_for_exp_avg_sq_row / F(extent[1]), beta2 * exp_avg_sq_row);
+            const F exp_avg_sq_row_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / F(extent[1]) + eps1, beta2 * exp_avg_sq_row);
             store(exp_avg_sq_row_at + i, exp_avg_sq_row_2);
             store(mat_sum_of_exp_avg_sq_row_at + i, exp_avg_sq_row_2);
         }
@@ -1119,7 +1126,9 @@ struct came_bfloat16_3 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_sq_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
-        const F beta2(known.scalars[2]);
+        const F eps1(known.scalars[0]);
+        const F beta2(known.scalars[1]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
         const F one_minus_beta2(known.scalars[3]);
 
         // -- elements: decode, update  (specs/came.py)
@@ -1127,7 +1136,7 @@ struct came_bfloat16_3 {
             const F col_sum_for_exp_avg_sq_col = load(col_sum_for_exp_avg_sq_col_at + i);
             const F exp_avg_sq_col = load(exp_avg_sq_col_at + i);
             // 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-            const F exp_avg_sq_col_2 = fma(one_minus_beta2, col_sum_for_exp_avg_sq_col / F(extent[0]), beta2 * exp_avg_sq_col);
+            const F exp_avg_sq_col_2 = fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / F(extent[0]) + eps1, beta2 * exp_avg_sq_col);
             store(exp_avg_sq_col_at + i, exp_avg_sq_col_2);
             store(one_over_sqrt_exp_avg_sq_col_2_at + i, 1.0f / sqrt(exp_avg_sq_col_2));
         }
@@ -1200,7 +1209,7 @@ struct came_bfloat16_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {15, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {15, 26, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {14, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {12, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -1209,18 +1218,17 @@ struct came_bfloat16_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1233,19 +1241,19 @@ struct came_bfloat16_7 {
     static constexpr bool MATRICES = true, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_update
-        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_update
+        {16, -1, 4, WHOLE, false, true, TOTAL, 0},  // tensor_sum_of_g
+        {15, -1, 4, ROW, true, false, NONE, 1},  // row_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict tensor_sum_of_update_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
-        const float *__restrict row_sum_of_update_at = (const float *)at[1];  // float32 [row]  read
+        float *__restrict tensor_sum_of_g_at = (float *)at[0];           // float32 [tensor]  for tensor_sum
+        const float *__restrict row_sum_of_g_at = (const float *)at[1];  // float32 [row]  read
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F row_sum_of_update = load(row_sum_of_update_at + i);
-            store(tensor_sum_of_update_at + i, row_sum_of_update);
+            const F row_sum_of_g = load(row_sum_of_g_at + i);
+            store(tensor_sum_of_g_at + i, row_sum_of_g);
         }
     }
 };
@@ -1259,20 +1267,21 @@ struct came_bfloat16_8 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {17, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {16, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {16, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -1309,10 +1318,9 @@ struct came_bfloat16_9 {
         const float *__restrict one_max_tensor_div_at = (const float *)at[7];  // float32 [tensor]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
-        const F eps2(known.scalars[5]);
-        const F beta1(known.scalars[6]);
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F beta1(known.scalars[5]);
+        const F grad_scale(known.scalars[6]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
         const F one_max_tensor_div = F(*one_max_tensor_div_at);
         const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
         alignas(64) int32_t word_kept[TILE / 8];
@@ -1362,16 +1370,16 @@ struct came_bfloat16_9 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_mul * one_max_tensor_div_rcp, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
                 const F update = grad_scale * g_mul;
-                const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
-                const F residual = fma(g_fma, g_fma, eps2);  // 39  residual = (update - exp_avg) ** 2 + eps2
                 const F g_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
                 const I noise = word_xor ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
+                const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
+                const F g_mul_3 = g_fma * g_fma;
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(row_sum_for_exp_avg_res_row_at + i, residual);
+                store(row_sum_for_exp_avg_res_row_at + i, g_mul_3);
             }
             exp_avg_top_kept[b] = exp_avg_top;
         }
@@ -1421,6 +1429,7 @@ struct came_bfloat16_10 {
         // float32 [row]  read
         const float *__restrict row_sum_for_exp_avg_res_row_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -1429,7 +1438,7 @@ struct came_bfloat16_10 {
             const F row_sum_for_exp_avg_res_row = load(row_sum_for_exp_avg_res_row_at + i);
             const F exp_avg_res_row = load(exp_avg_res_row_at + i);
             // 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]), beta3 * exp_avg_res_row);
+            const F exp_avg_res_row_2 = fma(one_minus_beta3, row_sum_for_exp_avg_res_row / F(extent[1]) + eps2, beta3 * exp_avg_res_row);
             store(exp_avg_res_row_at + i, exp_avg_res_row_2);
             store(mat_sum_of_exp_avg_res_row_at + i, exp_avg_res_row_2);
         }
@@ -1456,6 +1465,7 @@ struct came_bfloat16_11 {
         // float32 [col]  read
         const float *__restrict col_sum_for_exp_avg_res_col_at = (const float *)at[2];
         const float *extent = known.extent;  // rows, columns, elements
+        const F eps2(known.scalars[8]);
         const F beta3(known.scalars[9]);
         const F one_minus_beta3(known.scalars[10]);
 
@@ -1464,7 +1474,7 @@ struct came_bfloat16_11 {
             const F col_sum_for_exp_avg_res_col = load(col_sum_for_exp_avg_res_col_at + i);
             const F exp_avg_res_col = load(exp_avg_res_col_at + i);
             // 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]), beta3 * exp_avg_res_col);
+            const F exp_avg_res_col_2 = fma(one_minus_beta3, col_sum_for_exp_avg_res_col / F(extent[0]) + eps2, beta3 * exp_avg_res_col);
             store(exp_avg_res_col_at + i, exp_avg_res_col_2);
             store(one_over_sqrt_exp_avg_res_col_2_at + i, 1.0f / sqrt(exp_avg_res_col_2));
         }
@@ -1628,16 +1638,13 @@ struct came_bfloat16_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict row_sum_for_exp_avg_sq_row_at = (float *)at[1];  // float32 [row]  for row_sum
-        const F eps1(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            // 28  square = g * g + eps1
-            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
-            store(row_sum_for_exp_avg_sq_row_at + i, square);
+            const F g_mul = g_cast * g_cast;
+            store(row_sum_for_exp_avg_sq_row_at + i, g_mul);
         }
     }
 };
@@ -1651,7 +1658,7 @@ struct came_bfloat16_small_6 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
-        {14, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_update
+        {14, 25, 4, ROW, false, true, TOTAL, 1},  // row_sum_of_g
         {13, -1, 4, ROW, true, false, NONE, 2},  // one_over_sqrt_row_div
         {11, -1, 4, COLUMN, true, false, NONE, 3},  // one_over_sqrt_exp_avg_sq_col_2
     };
@@ -1660,18 +1667,17 @@ struct came_bfloat16_small_6 {
                                  int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
-        float *__restrict row_sum_of_update_at = (float *)at[1];  // float32 [row]  for row_sum
+        float *__restrict row_sum_of_g_at = (float *)at[1];  // float32 [row]  for row_sum
         // float32 [row]  read
         const float *__restrict one_over_sqrt_row_div_at = (const float *)at[2];
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[3];
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_cast = g_stored;
-            store(row_sum_of_update_at + i, grad_scale_times_grad_scale * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * g_cast * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i));
+            const F g_mul = g_stored * load(one_over_sqrt_row_div_at + (i & row_mask)) * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            store(row_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -1704,14 +1710,13 @@ struct came_bfloat16_small_9 {
         // float32 [col]  read
         const float *__restrict one_over_sqrt_exp_avg_sq_col_2_at = (const float *)at[5];
         const float *__restrict one_max_tensor_div_at = (const float *)at[6];  // float32 [tensor]  read
-        const F eps2(known.scalars[5]);
-        const F beta1(known.scalars[6]);
-        const F grad_scale(known.scalars[7]);
-        const F one_minus_beta1_times_grad_scale(known.scalars[8]);
+        const F beta1(known.scalars[5]);
+        const F grad_scale(known.scalars[6]);
+        const F one_minus_beta1_times_grad_scale(known.scalars[7]);
         const F one_max_tensor_div = F(*one_max_tensor_div_at);
         const F one_max_tensor_div_rcp = 1.0f / one_max_tensor_div;
 
-        // -- elements: decode, update  (specs/came.py)
+        // -- elements: decode, update, encode  (specs/came.py)
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
@@ -1721,9 +1726,9 @@ struct came_bfloat16_small_9 {
             // 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
             const F update = grad_scale * g_mul;
             const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg_2);
-            const F residual = fma(g_fma, g_fma, eps2);  // 39  residual = (update - exp_avg) ** 2 + eps2
+            const F g_mul_2 = g_fma * g_fma;
             store(exp_avg_at + i, exp_avg_2);
-            store(row_sum_for_exp_avg_res_row_at + i, residual);
+            store(row_sum_for_exp_avg_res_row_at + i, g_mul_2);
         }
     }
 };
@@ -1991,7 +1996,7 @@ struct came_float32_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_update
+        {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2000,7 +2005,7 @@ struct came_float32_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[3];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
@@ -2030,12 +2035,11 @@ struct came_float32_no_factored_1 {
                 const F exp_avg_sq_value = as_float(exp_avg_sq_middle_2 + to_int(exp_avg_sq_code) * exp_avg_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
-                const F g_mul = grad_scale_times_grad_scale * g;
-                const F square = fma(g_mul, g, eps1);                      // 28  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+                const F g_mul = g / sqrt(exp_avg_sq_2);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -2050,20 +2054,21 @@ struct came_float32_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {6, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2263,7 +2268,7 @@ struct came_float32_no_factored_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {3, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {4, 6, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2271,7 +2276,7 @@ struct came_float32_no_factored_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
@@ -2281,12 +2286,11 @@ struct came_float32_no_factored_small_1 {
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
-            const F g_mul = grad_scale_times_grad_scale * g;
-            const F square = fma(g_mul, g, eps1);  // 28  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g, g, eps1);  // 28  square = g * g + eps1
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g * g_rcp);
+            const F g_mul = g / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2300,20 +2304,21 @@ struct came_float32_no_factored_small_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {5, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {4, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2384,7 +2389,7 @@ struct came_bfloat16_no_factored_1 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {5, -1, 1, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, false, NONE, 2},  // exp_avg_sq_range
-        {7, 9, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_update
+        {7, 9, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2393,7 +2398,7 @@ struct came_bfloat16_no_factored_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const uint8_t *__restrict exp_avg_sq_at = (const uint8_t *)at[1];        // uint8 [n]  read
         const int16_t *__restrict exp_avg_sq_range_at = (const int16_t *)at[2];  // int16 [blocks of 64]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[3];              // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[3];                   // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
@@ -2424,12 +2429,12 @@ struct came_bfloat16_no_factored_1 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
-                const F g_mul = grad_scale_times_grad_scale * g_cast;
-                const F square = fma(g_mul, g_cast, eps1);                 // 28  square = g * g + eps1
+                // 28  square = g * g + eps1
+                const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
                 // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
                 const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-                const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-                store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+                const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+                store(tensor_sum_of_g_at + i, g_mul * g_mul);
             }
         }
     }
@@ -2444,20 +2449,21 @@ struct came_bfloat16_no_factored_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {8, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {7, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -2673,7 +2679,7 @@ struct came_bfloat16_no_factored_small_1 {
     static constexpr Place PLACES[] = {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0},  // g
         {4, -1, 4, ELEMENT, true, false, NONE, 1},  // exp_avg_sq
-        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_update
+        {5, 7, 4, WHOLE, false, true, TOTAL, 2},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
@@ -2681,7 +2687,7 @@ struct came_bfloat16_no_factored_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         const float *__restrict exp_avg_sq_at = (const float *)at[1];  // float32 [n]  read
-        float *__restrict tensor_sum_of_update_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
+        float *__restrict tensor_sum_of_g_at = (float *)at[2];         // float32 [tensor]  for tensor_sum
         const F eps1(known.scalars[0]);
         const F beta2(known.scalars[1]);
         const F grad_scale_times_grad_scale(known.scalars[2]);
@@ -2692,12 +2698,12 @@ struct came_bfloat16_no_factored_small_1 {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F g_cast = g_stored;
-            const F g_mul = grad_scale_times_grad_scale * g_cast;
-            const F square = fma(g_mul, g_cast, eps1);  // 28  square = g * g + eps1
+            // 28  square = g * g + eps1
+            const F square = fma(grad_scale_times_grad_scale * g_cast, g_cast, eps1);
             // 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
             const F exp_avg_sq_2 = fma(one_minus_beta2, square, beta2 * exp_avg_sq);
-            const F g_rcp = 1.0f / sqrt(exp_avg_sq_2);
-            store(tensor_sum_of_update_at + i, g_mul * g_rcp * g_cast * g_rcp);
+            const F g_mul = g_cast / sqrt(exp_avg_sq_2);
+            store(tensor_sum_of_g_at + i, g_mul * g_mul);
         }
     }
 };
@@ -2711,20 +2717,21 @@ struct came_bfloat16_no_factored_small_2 {
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
         {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_max_tensor_div
-        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_update
+        {5, -1, 4, WHOLE, true, false, NONE, 1},  // tensor_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict one_max_tensor_div_at = (float *)at[0];                // float32 [tensor]  written
-        const float *__restrict tensor_sum_of_update_at = (const float *)at[1];  // float32 [tensor]  read
+        float *__restrict one_max_tensor_div_at = (float *)at[0];           // float32 [tensor]  written
+        const float *__restrict tensor_sum_of_g_at = (const float *)at[1];  // float32 [tensor]  read
         const float *extent = known.extent;  // rows, columns, elements
         const F clip_threshold(known.scalars[4]);
+        const F grad_scale_times_grad_scale(known.scalars[2]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
-            const F tensor_sum_of_update = load(tensor_sum_of_update_at + i);
-            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(tensor_sum_of_update / F(extent[2])) / clip_threshold));
+            const F tensor_sum_of_g = load(tensor_sum_of_g_at + i);
+            store(one_max_tensor_div_at + i, max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / F(extent[2])) / clip_threshold));
         }
     }
 };
@@ -3158,8 +3165,8 @@ struct came_float32 {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -3169,7 +3176,7 @@ struct came_float32 {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -3210,8 +3217,8 @@ struct came_float32_small {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -3221,7 +3228,7 @@ struct came_float32_small {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -3264,8 +3271,8 @@ struct came_bfloat16 {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -3275,7 +3282,7 @@ struct came_bfloat16 {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -3317,8 +3324,8 @@ struct came_bfloat16_small {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -3328,7 +3335,7 @@ struct came_bfloat16_small {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -3371,8 +3378,8 @@ struct came_float16 {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -3382,7 +3389,7 @@ struct came_float16 {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -3424,8 +3431,8 @@ struct came_float16_small {
         {4, COLUMN},  // one_over_sqrt_exp_avg_sq_col_2
         {4, MATRIX},  // mat_sum_of_exp_avg_sq_row_over_rows
         {4, ROW},  // one_over_sqrt_row_div
-        {4, ROW},  // row_sum_of_update
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, ROW},  // row_sum_of_g
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
         {4, ROW},  // row_sum_for_exp_avg_res_row
         {4, COLUMN},  // col_sum_for_exp_avg_res_col
@@ -3435,7 +3442,7 @@ struct came_float16_small {
         {4, ROW},  // one_over_sqrt_row_div_2
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_sq_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_sq_col
-        {4, ROW + 8},  // partial results of row_sum_of_update
+        {4, ROW + 8},  // partial results of row_sum_of_g
         {4, ROW + 8},  // partial results of row_sum_for_exp_avg_res_row
         {4, COLUMN + 8},  // partial results of col_sum_for_exp_avg_res_col
     };
@@ -3469,9 +3476,9 @@ struct came_float32_no_factored {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_float32_no_factored_1<Grad>>(),
@@ -3490,9 +3497,9 @@ struct came_float32_no_factored_small {
         {sizeof(typename Grad::stored), ELEMENT},  // g
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_float32_no_factored_small_1<Grad>>(),
@@ -3514,9 +3521,9 @@ struct came_bfloat16_no_factored {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_bfloat16_no_factored_1<Grad>>(),
@@ -3536,9 +3543,9 @@ struct came_bfloat16_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_bfloat16_no_factored_small_1<Grad>>(),
@@ -3560,9 +3567,9 @@ struct came_float16_no_factored {
         {2, BLOCK_OF},  // exp_avg_scale
         {1, ELEMENT},  // exp_avg_sq
         {2, BLOCK_OF},  // exp_avg_sq_range
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_bfloat16_no_factored_1<Grad>>(),
@@ -3582,9 +3589,9 @@ struct came_float16_no_factored_small {
         {1, ELEMENT},  // weight_low
         {4, ELEMENT},  // exp_avg
         {4, ELEMENT},  // exp_avg_sq
-        {4, WHOLE},  // tensor_sum_of_update
+        {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // one_max_tensor_div
-        {4, WHOLE + 8},  // partial results of tensor_sum_of_update
+        {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
         stage<came_bfloat16_no_factored_small_1<Grad>>(),

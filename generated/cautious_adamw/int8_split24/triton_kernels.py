@@ -141,18 +141,28 @@ def cautious_adamw_float32_1(
 
 
 @triton.jit
-def cautious_adamw_float32_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+def cautious_adamw_float32_2_values(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_adamw_float32_2_round(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
+    rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_adamw_float32_2_values(
+        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
+    )
+
+
+@triton.jit
 def cautious_adamw_float32_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -416,18 +426,28 @@ def cautious_adamw_float32_small_1(
 
 
 @triton.jit
-def cautious_adamw_float32_small_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+def cautious_adamw_float32_small_2_values(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_adamw_float32_small_2_round(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
+    rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_adamw_float32_small_2_values(
+        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
+    )
+
+
+@triton.jit
 def cautious_adamw_float32_small_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -649,18 +669,28 @@ def cautious_adamw_bfloat16_1(
 
 
 @triton.jit
-def cautious_adamw_bfloat16_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+def cautious_adamw_bfloat16_2_values(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_adamw_bfloat16_2_round(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
+    rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_adamw_bfloat16_2_values(
+        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
+    )
+
+
+@triton.jit
 def cautious_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -934,18 +964,28 @@ def cautious_adamw_bfloat16_small_1(
 
 
 @triton.jit
-def cautious_adamw_bfloat16_small_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+def cautious_adamw_bfloat16_small_2_values(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_adamw_bfloat16_small_2_round(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
+    rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_adamw_bfloat16_small_2_values(
+        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
+    )
+
+
+@triton.jit
 def cautious_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1191,18 +1231,28 @@ def cautious_adamw_float16_1(
 
 
 @triton.jit
-def cautious_adamw_float16_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+def cautious_adamw_float16_2_values(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_adamw_float16_2_round(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
+    rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_adamw_float16_2_values(
+        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
+    )
+
+
+@triton.jit
 def cautious_adamw_float16_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1494,18 +1544,28 @@ def cautious_adamw_float16_small_1(
 
 
 @triton.jit
-def cautious_adamw_float16_small_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
+def cautious_adamw_float16_small_2_values(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_adamw_float16_small_2_round(
+    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
+    rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_adamw_float16_small_2_values(
+        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
+    )
+
+
+@triton.jit
 def cautious_adamw_float16_small_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1667,16 +1727,16 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "cautious_adamw_float32_1": {"maxnreg": 64},
+    "cautious_adamw_float32_1": {"maxnreg": 80},
     "cautious_adamw_float32_3": {"maxnreg": 64},
-    "cautious_adamw_float32_small_1": {"maxnreg": 64},
+    "cautious_adamw_float32_small_1": {"maxnreg": 80},
     "cautious_adamw_float32_small_3": {"maxnreg": 64},
-    "cautious_adamw_bfloat16_1": {"maxnreg": 64},
+    "cautious_adamw_bfloat16_1": {"maxnreg": 80},
     "cautious_adamw_bfloat16_3": {"maxnreg": 64},
-    "cautious_adamw_bfloat16_small_1": {"maxnreg": 64},
+    "cautious_adamw_bfloat16_small_1": {"maxnreg": 80},
     "cautious_adamw_bfloat16_small_3": {"maxnreg": 64},
-    "cautious_adamw_float16_1": {"maxnreg": 64},
+    "cautious_adamw_float16_1": {"maxnreg": 80},
     "cautious_adamw_float16_3": {"maxnreg": 96},
-    "cautious_adamw_float16_small_1": {"maxnreg": 64},
+    "cautious_adamw_float16_small_1": {"maxnreg": 80},
     "cautious_adamw_float16_small_3": {"maxnreg": 96},
 }

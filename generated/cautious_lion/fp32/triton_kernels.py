@@ -86,18 +86,24 @@ def cautious_lion_float32_1(
 
 
 @triton.jit
-def cautious_lion_float32_2_round(
-    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
-    LANES: tl.constexpr,
-):
-    """What is done with values of the tensor."""
+def cautious_lion_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr):
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_div_ptr, lr / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_lion_float32_2_round(
+    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
+    LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_lion_float32_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr)
+
+
+@triton.jit
 def cautious_lion_float32_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -258,18 +264,24 @@ def cautious_lion_bfloat16_1(
 
 
 @triton.jit
-def cautious_lion_bfloat16_2_round(
-    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
-    LANES: tl.constexpr,
-):
-    """What is done with values of the tensor."""
+def cautious_lion_bfloat16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr):
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_div_ptr, lr / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_lion_bfloat16_2_round(
+    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
+    LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_lion_bfloat16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr)
+
+
+@triton.jit
 def cautious_lion_bfloat16_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -433,18 +445,24 @@ def cautious_lion_float16_1(
 
 
 @triton.jit
-def cautious_lion_float16_2_round(
-    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
-    LANES: tl.constexpr,
-):
-    """What is done with values of the tensor."""
+def cautious_lion_float16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr):
+    """Values of the tensor."""
     tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
     tl.store(tensor_div_ptr, lr / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def cautious_lion_float16_2_round(
+    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
+    LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    cautious_lion_float16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr)
+
+
+@triton.jit
 def cautious_lion_float16_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 12 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -551,10 +569,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "cautious_lion_float32_1": {"maxnreg": 64},
+    "cautious_lion_float32_1": {"maxnreg": 80},
     "cautious_lion_float32_3": {"maxnreg": 64},
-    "cautious_lion_bfloat16_1": {"maxnreg": 64},
+    "cautious_lion_bfloat16_1": {"maxnreg": 80},
     "cautious_lion_bfloat16_3": {"maxnreg": 64},
-    "cautious_lion_float16_1": {"maxnreg": 64},
+    "cautious_lion_float16_1": {"maxnreg": 80},
     "cautious_lion_float16_3": {"maxnreg": 64},
 }

@@ -13,7 +13,7 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -23,18 +23,18 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 
 
 @triton.jit
-def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -53,36 +53,40 @@ def clipped_adamw_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float32_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float32_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -95,39 +99,57 @@ def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float32_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float32_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float32_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 8, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
-    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+    clipped_adamw_float32_3_round(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
+    )
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -149,9 +171,9 @@ def clipped_adamw_float32_4_tile(
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -216,7 +238,7 @@ def clipped_adamw_float32_4(
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
     columns = tl.load(row + 14)
     stream_key = tl.load(row + 15).to(tl.int32)
@@ -238,9 +260,10 @@ def clipped_adamw_float32_4(
             live = (lane < columns) & live_block[:, None]
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float32_4_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, where,
-                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -262,7 +285,8 @@ def clipped_adamw_float32_4(
                 clipped_adamw_float32_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -271,9 +295,10 @@ def clipped_adamw_float32_4(
         if start + TILE <= count:
             clipped_adamw_float32_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -283,25 +308,26 @@ def clipped_adamw_float32_4(
                 clipped_adamw_float32_4_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float32_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -320,40 +346,40 @@ def clipped_adamw_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float32_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_float32_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_float32_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float32_small_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float32_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -366,47 +392,63 @@ def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float32_small_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float32_small_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float32_small_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_small_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 6, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     clipped_adamw_float32_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * model_min
+    g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -434,7 +476,7 @@ def clipped_adamw_float32_small_4(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -450,43 +492,45 @@ def clipped_adamw_float32_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_small_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float32_small_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -505,36 +549,40 @@ def clipped_adamw_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_bfloat16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -547,39 +595,57 @@ def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_bfloat16_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_bfloat16_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_bfloat16_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 9, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
-    clipped_adamw_bfloat16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+    clipped_adamw_bfloat16_3_round(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
+    )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -605,9 +671,9 @@ def clipped_adamw_bfloat16_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -676,7 +742,7 @@ def clipped_adamw_bfloat16_4(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 14)
     columns = tl.load(row + 15)
     stream_key = tl.load(row + 16).to(tl.int32)
@@ -699,8 +765,9 @@ def clipped_adamw_bfloat16_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_bfloat16_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -724,9 +791,9 @@ def clipped_adamw_bfloat16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -734,8 +801,8 @@ def clipped_adamw_bfloat16_4(
             clipped_adamw_bfloat16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, before + start + at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -746,26 +813,27 @@ def clipped_adamw_bfloat16_4(
                 clipped_adamw_bfloat16_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -784,40 +852,40 @@ def clipped_adamw_bfloat16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_bfloat16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -832,33 +900,50 @@ def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_bfloat16_small_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_bfloat16_small_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_bfloat16_small_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_small_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_bfloat16_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -866,7 +951,7 @@ def clipped_adamw_bfloat16_small_4_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -875,9 +960,9 @@ def clipped_adamw_bfloat16_small_4_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * model_min
+    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -917,7 +1002,7 @@ def clipped_adamw_bfloat16_small_4(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     stream_key = tl.load(row + 14).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -937,19 +1022,19 @@ def clipped_adamw_bfloat16_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, step_key, stream_key, False,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + odd * TILE + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, step_key, stream_key, False,
+            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -957,26 +1042,26 @@ def clipped_adamw_bfloat16_small_4(
             live = few < count - start
             clipped_adamw_bfloat16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, step_key, stream_key, True,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -995,36 +1080,40 @@ def clipped_adamw_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float16_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1037,39 +1126,57 @@ def clipped_adamw_float16_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float16_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float16_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float16_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float16_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 9, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
-    clipped_adamw_float16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+    clipped_adamw_float16_3_round(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
+    )
 
 
 @triton.jit
 def clipped_adamw_float16_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1102,9 +1209,9 @@ def clipped_adamw_float16_4_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1184,7 +1291,7 @@ def clipped_adamw_float16_4(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 14)
     columns = tl.load(row + 15)
     stream_key = tl.load(row + 16).to(tl.int32)
@@ -1207,8 +1314,9 @@ def clipped_adamw_float16_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float16_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1232,9 +1340,9 @@ def clipped_adamw_float16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1242,8 +1350,8 @@ def clipped_adamw_float16_4(
             clipped_adamw_float16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, before + start + at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1254,26 +1362,27 @@ def clipped_adamw_float16_4(
                 clipped_adamw_float16_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1292,40 +1401,40 @@ def clipped_adamw_float16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_float16_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_float16_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float16_small_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float16_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1338,33 +1447,50 @@ def clipped_adamw_float16_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float16_small_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float16_small_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float16_small_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float16_small_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_float16_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -1372,7 +1498,7 @@ def clipped_adamw_float16_small_4_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1388,9 +1514,9 @@ def clipped_adamw_float16_small_4_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * model_min
+    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -1441,7 +1567,7 @@ def clipped_adamw_float16_small_4(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     stream_key = tl.load(row + 14).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -1461,19 +1587,19 @@ def clipped_adamw_float16_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, step_key, stream_key, False,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + odd * TILE + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, step_key, stream_key, False,
+            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1481,25 +1607,25 @@ def clipped_adamw_float16_small_4(
             live = few < count - start
             clipped_adamw_float16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, step_key, stream_key, True,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1518,40 +1644,40 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float32_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1566,41 +1692,57 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float32_amsgrad_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float32_amsgrad_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float32_amsgrad_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 10, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 10, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
     clipped_adamw_float32_amsgrad_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_4_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live,
+    live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1632,9 +1774,9 @@ def clipped_adamw_float32_amsgrad_4_tile(
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1716,7 +1858,7 @@ def clipped_adamw_float32_amsgrad_4(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 15)
     columns = tl.load(row + 16)
     stream_key = tl.load(row + 17).to(tl.int32)
@@ -1739,9 +1881,9 @@ def clipped_adamw_float32_amsgrad_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live,
+                live_block, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1766,7 +1908,8 @@ def clipped_adamw_float32_amsgrad_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -1776,9 +1919,9 @@ def clipped_adamw_float32_amsgrad_4(
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block, before + start + at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_range_ptr + tile * BLOCKS, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block,
+                at, at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1789,27 +1932,26 @@ def clipped_adamw_float32_amsgrad_4(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def clipped_adamw_float32_amsgrad_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1828,40 +1970,40 @@ def clipped_adamw_float32_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float32_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1876,48 +2018,65 @@ def clipped_adamw_float32_amsgrad_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float32_amsgrad_small_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float32_amsgrad_small_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float32_amsgrad_small_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float32_amsgrad_small_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_float32_amsgrad_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+    scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * model_min
+    g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1949,7 +2108,7 @@ def clipped_adamw_float32_amsgrad_small_4(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -1966,17 +2125,19 @@ def clipped_adamw_float32_amsgrad_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1984,26 +2145,26 @@ def clipped_adamw_float32_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, True,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2022,40 +2183,40 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_bfloat16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2070,41 +2231,58 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_bfloat16_amsgrad_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_bfloat16_amsgrad_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_bfloat16_amsgrad_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_amsgrad_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 11, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
     clipped_adamw_bfloat16_amsgrad_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -2140,9 +2318,9 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2228,7 +2406,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 16)
     columns = tl.load(row + 17)
     stream_key = tl.load(row + 18).to(tl.int32)
@@ -2251,9 +2429,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2280,9 +2458,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2290,9 +2468,10 @@ def clipped_adamw_bfloat16_amsgrad_4(
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2303,28 +2482,27 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2343,40 +2521,40 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_bfloat16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_bfloat16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2391,41 +2569,58 @@ def clipped_adamw_bfloat16_amsgrad_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_bfloat16_amsgrad_small_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_bfloat16_amsgrad_small_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_bfloat16_amsgrad_small_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_bfloat16_amsgrad_small_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 8, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     clipped_adamw_bfloat16_amsgrad_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -2435,9 +2630,9 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * model_min
+    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -2481,7 +2676,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
     stream_key = tl.load(row + 15).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -2503,17 +2698,18 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, before + start + odd * TILE + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at,
+                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + at, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at,
+            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
@@ -2522,26 +2718,27 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + few, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2560,40 +2757,40 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2608,41 +2805,58 @@ def clipped_adamw_float16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float16_amsgrad_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float16_amsgrad_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float16_amsgrad_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float16_amsgrad_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 11, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
     clipped_adamw_float16_amsgrad_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -2685,9 +2899,9 @@ def clipped_adamw_float16_amsgrad_4_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2784,7 +2998,7 @@ def clipped_adamw_float16_amsgrad_4(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 16)
     columns = tl.load(row + 17)
     stream_key = tl.load(row + 18).to(tl.int32)
@@ -2807,9 +3021,9 @@ def clipped_adamw_float16_amsgrad_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2836,9 +3050,9 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2846,9 +3060,10 @@ def clipped_adamw_float16_amsgrad_4(
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS,
+                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2859,28 +3074,27 @@ def clipped_adamw_float16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
+                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def clipped_adamw_float16_amsgrad_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2899,40 +3113,40 @@ def clipped_adamw_float16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+
+
+@triton.jit
+def clipped_adamw_float16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
+    """Values of the tensor."""
+    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
+    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_2_round(
     model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
+    """All values of the tensor."""
+    clipped_adamw_float16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2947,41 +3161,58 @@ def clipped_adamw_float16_amsgrad_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
+def clipped_adamw_float16_amsgrad_small_3_values(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+    grad_scale_times_grad_scale,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def clipped_adamw_float16_amsgrad_small_3_round(
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    clipped_adamw_float16_amsgrad_small_3_values(
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
+        grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def clipped_adamw_float16_amsgrad_small_3(
+    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 8, tl.float32, False)
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     clipped_adamw_float16_amsgrad_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
+        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
-    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    model_min = tl.load(model_min_ptr)
+    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -2998,9 +3229,9 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * model_min
+    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -3055,7 +3286,7 @@ def clipped_adamw_float16_amsgrad_small_4(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
+    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
     numel = tl.load(row + 13)
     stream_key = tl.load(row + 15).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -3077,17 +3308,18 @@ def clipped_adamw_float16_amsgrad_small_4(
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, before + start + odd * TILE + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at,
+                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + at, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at,
+            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
@@ -3096,9 +3328,10 @@ def clipped_adamw_float16_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + few, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live,
+                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
+                True,
             )
 
 
@@ -3132,22 +3365,22 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "clipped_adamw_float32_1": {"maxnreg": 64},
+    "clipped_adamw_float32_1": {"maxnreg": 80},
     "clipped_adamw_float32_4": {"maxnreg": 64},
-    "clipped_adamw_float32_small_1": {"maxnreg": 64},
+    "clipped_adamw_float32_small_1": {"maxnreg": 80},
     "clipped_adamw_float32_small_4": {"maxnreg": 64},
-    "clipped_adamw_bfloat16_1": {"maxnreg": 64},
+    "clipped_adamw_bfloat16_1": {"maxnreg": 80},
     "clipped_adamw_bfloat16_4": {"maxnreg": 64},
-    "clipped_adamw_bfloat16_small_1": {"maxnreg": 64},
+    "clipped_adamw_bfloat16_small_1": {"maxnreg": 80},
     "clipped_adamw_bfloat16_small_4": {"maxnreg": 64},
-    "clipped_adamw_float16_1": {"maxnreg": 64},
+    "clipped_adamw_float16_1": {"maxnreg": 80},
     "clipped_adamw_float16_4": {"maxnreg": 96},
-    "clipped_adamw_float16_small_1": {"maxnreg": 64},
+    "clipped_adamw_float16_small_1": {"maxnreg": 80},
     "clipped_adamw_float16_small_4": {"maxnreg": 96},
-    "clipped_adamw_float32_amsgrad_1": {"maxnreg": 64},
-    "clipped_adamw_float32_amsgrad_small_1": {"maxnreg": 64},
-    "clipped_adamw_bfloat16_amsgrad_1": {"maxnreg": 64},
-    "clipped_adamw_bfloat16_amsgrad_small_1": {"maxnreg": 64},
-    "clipped_adamw_float16_amsgrad_1": {"maxnreg": 64},
-    "clipped_adamw_float16_amsgrad_small_1": {"maxnreg": 64},
+    "clipped_adamw_float32_amsgrad_1": {"maxnreg": 80},
+    "clipped_adamw_float32_amsgrad_small_1": {"maxnreg": 80},
+    "clipped_adamw_bfloat16_amsgrad_1": {"maxnreg": 80},
+    "clipped_adamw_bfloat16_amsgrad_small_1": {"maxnreg": 80},
+    "clipped_adamw_float16_amsgrad_1": {"maxnreg": 80},
+    "clipped_adamw_float16_amsgrad_small_1": {"maxnreg": 80},
 }

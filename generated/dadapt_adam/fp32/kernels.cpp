@@ -19,7 +19,7 @@
 //     numerator_weighted  0 B  f32, one per model
 //                         exact; every f32
 //   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -136,7 +136,7 @@ struct dadapt_adam_float32_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -196,6 +196,7 @@ struct dadapt_adam_float32_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[10]);
+        const F grad_scale(known.scalars[7]);
         const F beta3(known.scalars[9]);
         const F one_minus_sqrt_beta2(known.scalars[3]);
 
@@ -208,7 +209,7 @@ struct dadapt_adam_float32_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -293,7 +294,7 @@ struct dadapt_adam_bfloat16_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -368,7 +369,7 @@ struct dadapt_adam_float16_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -487,7 +488,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -515,6 +516,7 @@ struct dadapt_adam_float32_use_bias_correction_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[11]);
+        const F grad_scale(known.scalars[8]);
         const F scalar_0(known.scalars[2]);
         const F beta3(known.scalars[10]);
         const F one_minus_sqrt_beta2(known.scalars[4]);
@@ -528,7 +530,7 @@ struct dadapt_adam_float32_use_bias_correction_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -613,7 +615,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -688,7 +690,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };

@@ -19,7 +19,7 @@
 #     numerator_weighted  0 B  f32, one per model
 #                         exact; every f32
 #   traffic   30 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -29,12 +29,11 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 
 @triton.jit
-def dadapt_adam_float32_1_round(
+def dadapt_adam_float32_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -45,11 +44,24 @@ def dadapt_adam_float32_1_round(
 
 
 @triton.jit
+def dadapt_adam_float32_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -101,7 +113,7 @@ def dadapt_adam_float32_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -174,11 +186,10 @@ def dadapt_adam_float32_2(
 
 
 @triton.jit
-def dadapt_adam_float32_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float32_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -186,8 +197,19 @@ def dadapt_adam_float32_3_round(
 
 
 @triton.jit
+def dadapt_adam_float32_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float32_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -205,30 +227,47 @@ def dadapt_adam_float32_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float32_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float32_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_float32_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -241,17 +280,16 @@ def dadapt_adam_float32_4(
     columns = tl.load(row + 20)
     dadapt_adam_float32_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_bfloat16_1_round(
+def dadapt_adam_bfloat16_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -262,11 +300,24 @@ def dadapt_adam_bfloat16_1_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -322,7 +373,7 @@ def dadapt_adam_bfloat16_2_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -395,11 +446,10 @@ def dadapt_adam_bfloat16_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -407,8 +457,19 @@ def dadapt_adam_bfloat16_3_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_bfloat16_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -426,30 +487,47 @@ def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_bfloat16_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_bfloat16_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -462,17 +540,16 @@ def dadapt_adam_bfloat16_4(
     columns = tl.load(row + 20)
     dadapt_adam_bfloat16_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float16_1_round(
+def dadapt_adam_float16_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -483,11 +560,24 @@ def dadapt_adam_float16_1_round(
 
 
 @triton.jit
+def dadapt_adam_float16_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -541,7 +631,7 @@ def dadapt_adam_float16_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -614,11 +704,10 @@ def dadapt_adam_float16_2(
 
 
 @triton.jit
-def dadapt_adam_float16_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float16_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -626,8 +715,19 @@ def dadapt_adam_float16_3_round(
 
 
 @triton.jit
+def dadapt_adam_float16_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float16_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -645,30 +745,47 @@ def dadapt_adam_float16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float16_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float16_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_float16_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -681,20 +798,19 @@ def dadapt_adam_float16_4(
     columns = tl.load(row + 20)
     dadapt_adam_float16_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_1_round(
+def dadapt_adam_float32_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -703,11 +819,24 @@ def dadapt_adam_float32_use_bias_correction_1_round(
 
 
 @triton.jit
+def dadapt_adam_float32_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -759,7 +888,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -832,11 +961,10 @@ def dadapt_adam_float32_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -844,8 +972,19 @@ def dadapt_adam_float32_use_bias_correction_3_round(
 
 
 @triton.jit
+def dadapt_adam_float32_use_bias_correction_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float32_use_bias_correction_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -863,30 +1002,47 @@ def dadapt_adam_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_float32_use_bias_correction_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_float32_use_bias_correction_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -899,20 +1055,19 @@ def dadapt_adam_float32_use_bias_correction_4(
     columns = tl.load(row + 20)
     dadapt_adam_float32_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_1_round(
+def dadapt_adam_bfloat16_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -921,11 +1076,24 @@ def dadapt_adam_bfloat16_use_bias_correction_1_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -981,7 +1149,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -1054,11 +1222,10 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -1066,8 +1233,19 @@ def dadapt_adam_bfloat16_use_bias_correction_3_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_bfloat16_use_bias_correction_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1085,30 +1263,47 @@ def dadapt_adam_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr)
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_bfloat16_use_bias_correction_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1121,20 +1316,19 @@ def dadapt_adam_bfloat16_use_bias_correction_4(
     columns = tl.load(row + 20)
     dadapt_adam_bfloat16_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_1_round(
+def dadapt_adam_float16_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -1143,11 +1337,24 @@ def dadapt_adam_float16_use_bias_correction_1_round(
 
 
 @triton.jit
+def dadapt_adam_float16_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1201,7 +1408,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -1274,11 +1481,10 @@ def dadapt_adam_float16_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -1286,8 +1492,19 @@ def dadapt_adam_float16_use_bias_correction_3_round(
 
 
 @triton.jit
+def dadapt_adam_float16_use_bias_correction_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float16_use_bias_correction_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1305,30 +1522,47 @@ def dadapt_adam_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_float16_use_bias_correction_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_float16_use_bias_correction_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1341,7 +1575,7 @@ def dadapt_adam_float16_use_bias_correction_4(
     columns = tl.load(row + 20)
     dadapt_adam_float16_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 

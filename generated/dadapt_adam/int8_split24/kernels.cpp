@@ -19,7 +19,7 @@
 //     numerator_weighted  0 B  f32, one per model
 //                         exact; every f32
 //   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -134,7 +134,7 @@ struct dadapt_adam_float32_2 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
@@ -185,12 +185,11 @@ struct dadapt_adam_float32_2 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -200,7 +199,7 @@ struct dadapt_adam_float32_2 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale(scale_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
@@ -251,7 +250,7 @@ struct dadapt_adam_float32_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p_at + i, p_3);
                 store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_numerator_at + i, scale * (g * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -380,6 +379,7 @@ struct dadapt_adam_float32_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[10]);
+        const F grad_scale(known.scalars[7]);
         const F beta3(known.scalars[9]);
         const F one_minus_sqrt_beta2(known.scalars[3]);
 
@@ -392,7 +392,7 @@ struct dadapt_adam_float32_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -516,7 +516,7 @@ struct dadapt_adam_float32_small_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -576,6 +576,7 @@ struct dadapt_adam_float32_small_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[10]);
+        const F grad_scale(known.scalars[7]);
         const F beta3(known.scalars[9]);
         const F one_minus_sqrt_beta2(known.scalars[3]);
 
@@ -588,7 +589,7 @@ struct dadapt_adam_float32_small_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -712,7 +713,7 @@ struct dadapt_adam_bfloat16_2 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
@@ -763,12 +764,11 @@ struct dadapt_adam_bfloat16_2 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -778,7 +778,7 @@ struct dadapt_adam_bfloat16_2 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale(scale_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
@@ -825,7 +825,7 @@ struct dadapt_adam_bfloat16_2 {
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
                 store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_numerator_at + i, scale * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -972,6 +972,7 @@ struct dadapt_adam_bfloat16_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[10]);
+        const F grad_scale(known.scalars[7]);
         const F beta3(known.scalars[9]);
         const F one_minus_sqrt_beta2(known.scalars[3]);
 
@@ -984,7 +985,7 @@ struct dadapt_adam_bfloat16_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -1136,7 +1137,7 @@ struct dadapt_adam_bfloat16_small_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -1196,6 +1197,7 @@ struct dadapt_adam_bfloat16_small_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[10]);
+        const F grad_scale(known.scalars[7]);
         const F beta3(known.scalars[9]);
         const F one_minus_sqrt_beta2(known.scalars[3]);
 
@@ -1208,7 +1210,7 @@ struct dadapt_adam_bfloat16_small_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -1289,7 +1291,7 @@ struct dadapt_adam_float16_2 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
@@ -1340,12 +1342,11 @@ struct dadapt_adam_float16_2 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -1355,7 +1356,7 @@ struct dadapt_adam_float16_2 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale(scale_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
@@ -1402,7 +1403,7 @@ struct dadapt_adam_float16_2 {
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
                 store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_numerator_at + i, scale * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -1629,7 +1630,7 @@ struct dadapt_adam_float16_small_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -1746,7 +1747,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
@@ -1797,12 +1798,11 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -1812,7 +1812,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale(scale_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
@@ -1863,7 +1863,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p_at + i, p_3);
                 store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_numerator_at + i, scale * (g * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -1960,6 +1960,7 @@ struct dadapt_adam_float32_use_bias_correction_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[11]);
+        const F grad_scale(known.scalars[8]);
         const F scalar_0(known.scalars[2]);
         const F beta3(known.scalars[10]);
         const F one_minus_sqrt_beta2(known.scalars[4]);
@@ -1973,7 +1974,7 @@ struct dadapt_adam_float32_use_bias_correction_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -2100,7 +2101,7 @@ struct dadapt_adam_float32_use_bias_correction_small_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -2128,6 +2129,7 @@ struct dadapt_adam_float32_use_bias_correction_small_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[11]);
+        const F grad_scale(known.scalars[8]);
         const F scalar_0(known.scalars[2]);
         const F beta3(known.scalars[10]);
         const F one_minus_sqrt_beta2(known.scalars[4]);
@@ -2141,7 +2143,7 @@ struct dadapt_adam_float32_use_bias_correction_small_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -2268,7 +2270,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
@@ -2319,12 +2321,11 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -2334,7 +2335,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale(scale_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
@@ -2381,7 +2382,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
                 store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_numerator_at + i, scale * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -2496,6 +2497,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[11]);
+        const F grad_scale(known.scalars[8]);
         const F scalar_0(known.scalars[2]);
         const F beta3(known.scalars[10]);
         const F one_minus_sqrt_beta2(known.scalars[4]);
@@ -2509,7 +2511,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -2664,7 +2666,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };
@@ -2692,6 +2694,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_4 {
         const float *__restrict model_sum_for_numerator_at = (const float *)at[3];
         const F lr(known.scalars[0]);
         const F growth_rate(known.scalars[11]);
+        const F grad_scale(known.scalars[8]);
         const F scalar_0(known.scalars[2]);
         const F beta3(known.scalars[10]);
         const F one_minus_sqrt_beta2(known.scalars[4]);
@@ -2705,7 +2708,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_4 {
             // 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-            const F numerator = rate * model_sum_for_numerator;
+            const F numerator = rate * (grad_scale * model_sum_for_numerator);
             // 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
             const F numerator_weighted_2 = fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted);
             // 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
@@ -2786,7 +2789,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
         alignas(64) int32_t g_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
@@ -2837,12 +2840,11 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
             store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_kept + b, scale);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -2852,7 +2854,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale(scale_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
@@ -2899,7 +2901,7 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
                 store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_numerator_at + i, scale * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -3126,7 +3128,7 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
             store(tensor_sum_for_total_at + i, abs(s_2));
-            store(tensor_sum_for_numerator_at + i, grad_scale * (g_cast * s / (sqrt(exp_avg_sq) + eps)));
+            store(tensor_sum_for_numerator_at + i, g_cast * (s / (sqrt(exp_avg_sq) + eps)));
         }
     }
 };

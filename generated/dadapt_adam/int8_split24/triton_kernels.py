@@ -19,7 +19,7 @@
 #     numerator_weighted  0 B  f32, one per model
 #                         exact; every f32
 #   traffic   14.1875 B per bfloat16 parameter and step: 1 sweep, no temporaries
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -29,12 +29,11 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 
 
 @triton.jit
-def dadapt_adam_float32_1_round(
+def dadapt_adam_float32_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -45,11 +44,24 @@ def dadapt_adam_float32_1_round(
 
 
 @triton.jit
+def dadapt_adam_float32_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -174,8 +186,7 @@ def dadapt_adam_float32_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(scale[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -293,11 +304,10 @@ def dadapt_adam_float32_2(
 
 
 @triton.jit
-def dadapt_adam_float32_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float32_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -305,8 +315,19 @@ def dadapt_adam_float32_3_round(
 
 
 @triton.jit
+def dadapt_adam_float32_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float32_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -324,30 +345,47 @@ def dadapt_adam_float32_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float32_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float32_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_float32_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -360,17 +398,16 @@ def dadapt_adam_float32_4(
     columns = tl.load(row + 23)
     dadapt_adam_float32_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float32_small_1_round(
+def dadapt_adam_float32_small_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -381,11 +418,24 @@ def dadapt_adam_float32_small_1_round(
 
 
 @triton.jit
+def dadapt_adam_float32_small_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_small_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -437,7 +487,7 @@ def dadapt_adam_float32_small_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -510,11 +560,10 @@ def dadapt_adam_float32_small_2(
 
 
 @triton.jit
-def dadapt_adam_float32_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float32_small_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -522,8 +571,19 @@ def dadapt_adam_float32_small_3_round(
 
 
 @triton.jit
+def dadapt_adam_float32_small_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float32_small_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -541,30 +601,47 @@ def dadapt_adam_float32_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float32_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float32_small_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_float32_small_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_small_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -577,17 +654,16 @@ def dadapt_adam_float32_small_4(
     columns = tl.load(row + 20)
     dadapt_adam_float32_small_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_bfloat16_1_round(
+def dadapt_adam_bfloat16_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -598,11 +674,24 @@ def dadapt_adam_bfloat16_1_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -736,8 +825,7 @@ def dadapt_adam_bfloat16_2_tile(
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(scale[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -857,11 +945,10 @@ def dadapt_adam_bfloat16_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -869,8 +956,19 @@ def dadapt_adam_bfloat16_3_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_bfloat16_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -888,30 +986,47 @@ def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_bfloat16_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_bfloat16_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -924,17 +1039,16 @@ def dadapt_adam_bfloat16_4(
     columns = tl.load(row + 24)
     dadapt_adam_bfloat16_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_bfloat16_small_1_round(
+def dadapt_adam_bfloat16_small_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -945,11 +1059,24 @@ def dadapt_adam_bfloat16_small_1_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_small_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_small_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1016,7 +1143,7 @@ def dadapt_adam_bfloat16_small_2_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -1097,11 +1224,10 @@ def dadapt_adam_bfloat16_small_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_small_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -1109,8 +1235,19 @@ def dadapt_adam_bfloat16_small_3_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_small_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_bfloat16_small_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1128,30 +1265,47 @@ def dadapt_adam_bfloat16_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_bfloat16_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_small_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_bfloat16_small_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_small_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1164,17 +1318,16 @@ def dadapt_adam_bfloat16_small_4(
     columns = tl.load(row + 21)
     dadapt_adam_bfloat16_small_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float16_1_round(
+def dadapt_adam_float16_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -1185,11 +1338,24 @@ def dadapt_adam_float16_1_round(
 
 
 @triton.jit
+def dadapt_adam_float16_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1341,8 +1507,7 @@ def dadapt_adam_float16_2_tile(
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(scale[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -1462,11 +1627,10 @@ def dadapt_adam_float16_2(
 
 
 @triton.jit
-def dadapt_adam_float16_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float16_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -1474,8 +1638,19 @@ def dadapt_adam_float16_3_round(
 
 
 @triton.jit
+def dadapt_adam_float16_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float16_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1493,30 +1668,47 @@ def dadapt_adam_float16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float16_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float16_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_float16_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1529,17 +1721,16 @@ def dadapt_adam_float16_4(
     columns = tl.load(row + 24)
     dadapt_adam_float16_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float16_small_1_round(
+def dadapt_adam_float16_small_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, rate)
@@ -1550,11 +1741,24 @@ def dadapt_adam_float16_small_1_round(
 
 
 @triton.jit
+def dadapt_adam_float16_small_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
+    one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_small_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1639,7 +1843,7 @@ def dadapt_adam_float16_small_2_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -1720,11 +1924,10 @@ def dadapt_adam_float16_small_2(
 
 
 @triton.jit
-def dadapt_adam_float16_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float16_small_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -1732,8 +1935,19 @@ def dadapt_adam_float16_small_3_round(
 
 
 @triton.jit
+def dadapt_adam_float16_small_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float16_small_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1751,30 +1965,47 @@ def dadapt_adam_float16_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float16_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float16_small_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * lr
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
+def dadapt_adam_float16_small_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_small_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1787,20 +2018,19 @@ def dadapt_adam_float16_small_4(
     columns = tl.load(row + 21)
     dadapt_adam_float16_small_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_1_round(
+def dadapt_adam_float32_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -1809,11 +2039,24 @@ def dadapt_adam_float32_use_bias_correction_1_round(
 
 
 @triton.jit
+def dadapt_adam_float32_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1938,8 +2181,7 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(scale[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -2057,11 +2299,10 @@ def dadapt_adam_float32_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -2069,8 +2310,19 @@ def dadapt_adam_float32_use_bias_correction_3_round(
 
 
 @triton.jit
+def dadapt_adam_float32_use_bias_correction_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float32_use_bias_correction_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2088,30 +2340,47 @@ def dadapt_adam_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_float32_use_bias_correction_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_float32_use_bias_correction_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 27 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2124,20 +2393,19 @@ def dadapt_adam_float32_use_bias_correction_4(
     columns = tl.load(row + 23)
     dadapt_adam_float32_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_small_1_round(
+def dadapt_adam_float32_use_bias_correction_small_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -2146,11 +2414,24 @@ def dadapt_adam_float32_use_bias_correction_small_1_round(
 
 
 @triton.jit
+def dadapt_adam_float32_use_bias_correction_small_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float32_use_bias_correction_small_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2202,7 +2483,7 @@ def dadapt_adam_float32_use_bias_correction_small_2_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -2275,11 +2556,10 @@ def dadapt_adam_float32_use_bias_correction_small_2(
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_small_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -2287,8 +2567,19 @@ def dadapt_adam_float32_use_bias_correction_small_3_round(
 
 
 @triton.jit
+def dadapt_adam_float32_use_bias_correction_small_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float32_use_bias_correction_small_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float32_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2306,30 +2597,47 @@ def dadapt_adam_float32_use_bias_correction_small_3(table, work, LANES: tl.const
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_small_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_float32_use_bias_correction_small_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_float32_use_bias_correction_small_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_float32_use_bias_correction_small_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 24 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2342,20 +2650,19 @@ def dadapt_adam_float32_use_bias_correction_small_4(
     columns = tl.load(row + 20)
     dadapt_adam_float32_use_bias_correction_small_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_1_round(
+def dadapt_adam_bfloat16_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -2364,11 +2671,24 @@ def dadapt_adam_bfloat16_use_bias_correction_1_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2502,8 +2822,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(scale[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -2623,11 +2942,10 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -2635,8 +2953,19 @@ def dadapt_adam_bfloat16_use_bias_correction_3_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_bfloat16_use_bias_correction_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2654,30 +2983,47 @@ def dadapt_adam_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr)
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_bfloat16_use_bias_correction_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2690,20 +3036,19 @@ def dadapt_adam_bfloat16_use_bias_correction_4(
     columns = tl.load(row + 24)
     dadapt_adam_bfloat16_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_1_round(
+def dadapt_adam_bfloat16_use_bias_correction_small_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -2712,11 +3057,24 @@ def dadapt_adam_bfloat16_use_bias_correction_small_1_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_small_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_bfloat16_use_bias_correction_small_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2783,7 +3141,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -2864,11 +3222,10 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_small_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -2876,8 +3233,19 @@ def dadapt_adam_bfloat16_use_bias_correction_small_3_round(
 
 
 @triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_small_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_bfloat16_use_bias_correction_small_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2895,30 +3263,47 @@ def dadapt_adam_bfloat16_use_bias_correction_small_3(table, work, LANES: tl.cons
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_small_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_bfloat16_use_bias_correction_small_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_bfloat16_use_bias_correction_small_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_bfloat16_use_bias_correction_small_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2931,20 +3316,19 @@ def dadapt_adam_bfloat16_use_bias_correction_small_4(
     columns = tl.load(row + 21)
     dadapt_adam_bfloat16_use_bias_correction_small_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_1_round(
+def dadapt_adam_float16_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -2953,11 +3337,24 @@ def dadapt_adam_float16_use_bias_correction_1_round(
 
 
 @triton.jit
+def dadapt_adam_float16_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3109,8 +3506,7 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
     s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(scale[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -3230,11 +3626,10 @@ def dadapt_adam_float16_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -3242,8 +3637,19 @@ def dadapt_adam_float16_use_bias_correction_3_round(
 
 
 @triton.jit
+def dadapt_adam_float16_use_bias_correction_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float16_use_bias_correction_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3261,30 +3667,47 @@ def dadapt_adam_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_float16_use_bias_correction_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_float16_use_bias_correction_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 28 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3297,20 +3720,19 @@ def dadapt_adam_float16_use_bias_correction_4(
     columns = tl.load(row + 24)
     dadapt_adam_float16_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_small_1_round(
+def dadapt_adam_float16_use_bias_correction_small_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
@@ -3319,11 +3741,24 @@ def dadapt_adam_float16_use_bias_correction_small_1_round(
 
 
 @triton.jit
+def dadapt_adam_float16_use_bias_correction_small_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
+    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    dadapt_adam_float16_use_bias_correction_small_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3408,7 +3843,7 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    return term(tl.abs(s_2), at, live, MASKED), term(grad_scale * (g_cast * s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    return term(tl.abs(s_2), at, live, MASKED), term(g_cast * (s * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit
@@ -3489,11 +3924,10 @@ def dadapt_adam_float16_use_bias_correction_small_2(
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_small_3_values(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
     tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
     tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
@@ -3501,8 +3935,19 @@ def dadapt_adam_float16_use_bias_correction_small_3_round(
 
 
 @triton.jit
+def dadapt_adam_float16_use_bias_correction_small_3_round(
+    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
+    end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    dadapt_adam_float16_use_bias_correction_small_3_values(
+        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
+    )
+
+
+@triton.jit
 def dadapt_adam_float16_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3520,30 +3965,47 @@ def dadapt_adam_float16_use_bias_correction_small_3(table, work, LANES: tl.const
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_small_4_values(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+    scalar_0, beta3, one_minus_sqrt_beta2,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     total = tl.load(total_ptr)
     model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
     numerator_weighted = tl.load(numerator_weighted_ptr)
+    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
+    numerator = rate * (grad_scale * model_sum_for_numerator)
+    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
     numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
+    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(numerator_weighted_ptr, numerator_weighted)
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+def dadapt_adam_float16_use_bias_correction_small_4_round(
+    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
+    growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
 ):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the model."""
+    dadapt_adam_float16_use_bias_correction_small_4_values(
+        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, grad_scale,
+        scalar_0, beta3, one_minus_sqrt_beta2,
+    )
+
+
+@triton.jit
+def dadapt_adam_float16_use_bias_correction_small_4(
+    table, work, lr: tl.float32, growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32,
+    beta3: tl.float32, one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
+):
+    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 25 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3556,7 +4018,7 @@ def dadapt_adam_float16_use_bias_correction_small_4(
     columns = tl.load(row + 21)
     dadapt_adam_float16_use_bias_correction_small_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
+        growth_rate, grad_scale, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
     )
 
 

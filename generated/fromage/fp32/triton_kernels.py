@@ -9,7 +9,7 @@
 #     p  2 B  bf16, nearest
 #        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   10 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan
+#   maths     fast; rounding changed by: fma, group, linear, nan
 # fmt: off
 # ruff: noqa
 import triton
@@ -19,19 +19,19 @@ from optgen.runtime.triton_prelude import get, opaque, pointer, put, term, widen
 
 
 @triton.jit
-def fromage_float32_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def fromage_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(p * p, at, live, MASKED), term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def fromage_float32_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -55,25 +55,21 @@ def fromage_float32_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term, tensor_sum_2_term = fromage_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
@@ -81,27 +77,42 @@ def fromage_float32_1(
 
 
 @triton.jit
-def fromage_float32_2_round(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-    columns, lr, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
+def fromage_float32_2_values(
+    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
+    grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
     tensor_sum_for_p_norm = tl.load(tensor_sum_for_p_norm_ptr)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
     tensor_sum_for_g_norm_le = g_norm <= 0.0
+    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     shrink = tl.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = tl.sqrt(tensor_sum_for_p_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
+    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
     ratio = tl.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
     tl.store(shrink_ptr, shrink)
     tl.store(lr_times_ratio_ptr, lr * ratio)
 
 
 @triton.jit
-def fromage_float32_2(
-    table, work, lr: tl.float32, one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
+def fromage_float32_2_round(
+    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
+    columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
 ):
-    """fromage: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    fromage_float32_2_values(
+        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
+        grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
+    )
+
+
+@triton.jit
+def fromage_float32_2(
+    table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
+):
+    """fromage: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -114,7 +125,7 @@ def fromage_float32_2(
     columns = tl.load(row + 10)
     fromage_float32_2_round(
         shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-        columns, lr, one_over_sqrt_one_plus_lr_times_lr, LANES,
+        columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES,
     )
 
 
@@ -178,7 +189,7 @@ def fromage_float32_3(
 
 
 @triton.jit
-def fromage_bfloat16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def fromage_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
@@ -186,13 +197,13 @@ def fromage_bfloat16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale,
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def fromage_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -216,25 +227,21 @@ def fromage_bfloat16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term, tensor_sum_2_term = fromage_bfloat16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
@@ -242,27 +249,42 @@ def fromage_bfloat16_1(
 
 
 @triton.jit
-def fromage_bfloat16_2_round(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-    columns, lr, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
+def fromage_bfloat16_2_values(
+    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
+    grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
     tensor_sum_for_p_norm = tl.load(tensor_sum_for_p_norm_ptr)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
     tensor_sum_for_g_norm_le = g_norm <= 0.0
+    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     shrink = tl.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = tl.sqrt(tensor_sum_for_p_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
+    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
     ratio = tl.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
     tl.store(shrink_ptr, shrink)
     tl.store(lr_times_ratio_ptr, lr * ratio)
 
 
 @triton.jit
-def fromage_bfloat16_2(
-    table, work, lr: tl.float32, one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
+def fromage_bfloat16_2_round(
+    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
+    columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
 ):
-    """fromage: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    fromage_bfloat16_2_values(
+        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
+        grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
+    )
+
+
+@triton.jit
+def fromage_bfloat16_2(
+    table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
+):
+    """fromage: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -275,7 +297,7 @@ def fromage_bfloat16_2(
     columns = tl.load(row + 10)
     fromage_bfloat16_2_round(
         shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-        columns, lr, one_over_sqrt_one_plus_lr_times_lr, LANES,
+        columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES,
     )
 
 
@@ -343,7 +365,7 @@ def fromage_bfloat16_3(
 
 
 @triton.jit
-def fromage_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def fromage_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
@@ -351,13 +373,13 @@ def fromage_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, 
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def fromage_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """fromage: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -381,25 +403,21 @@ def fromage_float16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term, tensor_sum_2_term = fromage_float16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
@@ -407,27 +425,42 @@ def fromage_float16_1(
 
 
 @triton.jit
-def fromage_float16_2_round(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-    columns, lr, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
+def fromage_float16_2_values(
+    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
+    grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
     tensor_sum_for_p_norm = tl.load(tensor_sum_for_p_norm_ptr)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
     tensor_sum_for_g_norm_le = g_norm <= 0.0
+    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
     shrink = tl.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = tl.sqrt(tensor_sum_for_p_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
+    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
     ratio = tl.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
     tl.store(shrink_ptr, shrink)
     tl.store(lr_times_ratio_ptr, lr * ratio)
 
 
 @triton.jit
-def fromage_float16_2(
-    table, work, lr: tl.float32, one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
+def fromage_float16_2_round(
+    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
+    columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
 ):
-    """fromage: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    fromage_float16_2_values(
+        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
+        grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
+    )
+
+
+@triton.jit
+def fromage_float16_2(
+    table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
+    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
+):
+    """fromage: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -440,7 +473,7 @@ def fromage_float16_2(
     columns = tl.load(row + 10)
     fromage_float16_2_round(
         shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-        columns, lr, one_over_sqrt_one_plus_lr_times_lr, LANES,
+        columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES,
     )
 
 
@@ -517,10 +550,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "fromage_float32_1": {"maxnreg": 64},
+    "fromage_float32_1": {"maxnreg": 96},
     "fromage_float32_3": {"maxnreg": 64},
-    "fromage_bfloat16_1": {"maxnreg": 64},
+    "fromage_bfloat16_1": {"maxnreg": 96},
     "fromage_bfloat16_3": {"maxnreg": 64},
-    "fromage_float16_1": {"maxnreg": 64},
+    "fromage_float16_1": {"maxnreg": 96},
     "fromage_float16_3": {"maxnreg": 64},
 }

@@ -28,7 +28,7 @@ def kernel_scalars(step, grad_scale, *, lr):
     grad_scale_times_grad_scale = grad_scale * grad_scale
     one_over_sqrt_one_plus_lr_times_lr = divide(1, root(1 + lr * lr))
     minus_grad_scale = -grad_scale
-    return (grad_scale_times_grad_scale, lr, one_over_sqrt_one_plus_lr_times_lr, minus_grad_scale)
+    return (lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, minus_grad_scale)
 
 
 VARIANTS = (
@@ -44,7 +44,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
+        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -57,8 +57,8 @@ VARIANTS = (
             Temp("lr_times_ratio", "tensor"),
         ),
         stages=(
-            Stage("fromage_float32_1", "elem", 0, (0,), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_float32_2", "tensor", 1, (1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
+            Stage("fromage_float32_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
+            Stage("fromage_float32_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
             Stage("fromage_float32_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
         ),
     ),
@@ -75,7 +75,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
+        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -88,8 +88,8 @@ VARIANTS = (
             Temp("lr_times_ratio", "tensor"),
         ),
         stages=(
-            Stage("fromage_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_bfloat16_2", "tensor", 1, (1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
+            Stage("fromage_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
+            Stage("fromage_bfloat16_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
             Stage("fromage_bfloat16_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
         ),
     ),
@@ -106,7 +106,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
+        kernel_scalars=('lr', 'grad_scale_times_grad_scale', 'one_over_sqrt_one_plus_lr_times_lr', 'minus_grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -119,8 +119,8 @@ VARIANTS = (
             Temp("lr_times_ratio", "tensor"),
         ),
         stages=(
-            Stage("fromage_float16_1", "elem", 0, (0,), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_float16_2", "tensor", 1, (1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
+            Stage("fromage_float16_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
+            Stage("fromage_float16_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
             Stage("fromage_float16_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
         ),
     ),

@@ -9,7 +9,7 @@
 //     p  3 B  bf16 and 8 more bits, stochastic
 //        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //   traffic   13 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan
+//   maths     fast; rounding changed by: fma, group, linear, nan
 // clang-format off
 #include "stages.h"
 
@@ -36,14 +36,13 @@ struct fromage_float32_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict tensor_sum_for_p_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];  // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g * g);
+            store(tensor_sum_for_g_norm_at + i, g * g);
         }
     }
 };
@@ -70,14 +69,16 @@ struct fromage_float32_2 {
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[2];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_p_norm_at = (const float *)at[3];
-        const F lr(known.scalars[1]);
+        const F lr(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F one_over_sqrt_one_plus_lr_times_lr(known.scalars[2]);
 
         // -- elements: decode, update  (specs/fromage.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             const F tensor_sum_for_p_norm = load(tensor_sum_for_p_norm_at + i);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 16  p_norm, g_norm = norm(p), norm(g)
+            // 16  p_norm, g_norm = norm(p), norm(g)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             const M tensor_sum_for_g_norm_le = g_norm <= 0.0f;
             // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
             const F shrink = where(tensor_sum_for_g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
@@ -148,7 +149,6 @@ struct fromage_bfloat16_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict tensor_sum_for_p_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -158,7 +158,7 @@ struct fromage_bfloat16_1 {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
         }
     }
 };
@@ -185,14 +185,16 @@ struct fromage_bfloat16_2 {
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[2];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_p_norm_at = (const float *)at[3];
-        const F lr(known.scalars[1]);
+        const F lr(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F one_over_sqrt_one_plus_lr_times_lr(known.scalars[2]);
 
         // -- elements: decode, update  (specs/fromage.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             const F tensor_sum_for_p_norm = load(tensor_sum_for_p_norm_at + i);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 16  p_norm, g_norm = norm(p), norm(g)
+            // 16  p_norm, g_norm = norm(p), norm(g)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             const M tensor_sum_for_g_norm_le = g_norm <= 0.0f;
             // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
             const F shrink = where(tensor_sum_for_g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
@@ -291,7 +293,6 @@ struct fromage_float16_1 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict tensor_sum_for_p_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -309,7 +310,7 @@ struct fromage_float16_1 {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_p_norm_at + i, p * p);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
         }
     }
 };

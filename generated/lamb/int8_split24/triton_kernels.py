@@ -205,24 +205,38 @@ def lamb_float32_1(
 
 
 @triton.jit
+def lamb_float32_2_values(
+    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+    max_norm,
+):
+    """Values of the tensor."""
+    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
+    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    tl.store(lr_times_trust_ptr, lr * trust)
+
+
+@triton.jit
 def lamb_float32_2_round(
     lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
     columns, lr, min_norm, max_norm, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
+    """All values of the tensor."""
+    lamb_float32_2_values(
+        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+        max_norm,
+    )
 
 
 @triton.jit
 def lamb_float32_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lamb: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -439,24 +453,38 @@ def lamb_float32_small_1(
 
 
 @triton.jit
+def lamb_float32_small_2_values(
+    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+    max_norm,
+):
+    """Values of the tensor."""
+    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
+    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    tl.store(lr_times_trust_ptr, lr * trust)
+
+
+@triton.jit
 def lamb_float32_small_2_round(
     lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
     columns, lr, min_norm, max_norm, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
+    """All values of the tensor."""
+    lamb_float32_small_2_values(
+        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+        max_norm,
+    )
 
 
 @triton.jit
 def lamb_float32_small_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lamb: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -727,24 +755,38 @@ def lamb_bfloat16_1(
 
 
 @triton.jit
+def lamb_bfloat16_2_values(
+    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+    max_norm,
+):
+    """Values of the tensor."""
+    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
+    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    tl.store(lr_times_trust_ptr, lr * trust)
+
+
+@triton.jit
 def lamb_bfloat16_2_round(
     lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
     columns, lr, min_norm, max_norm, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
+    """All values of the tensor."""
+    lamb_bfloat16_2_values(
+        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+        max_norm,
+    )
 
 
 @triton.jit
 def lamb_bfloat16_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lamb: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -991,24 +1033,38 @@ def lamb_bfloat16_small_1(
 
 
 @triton.jit
+def lamb_bfloat16_small_2_values(
+    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+    max_norm,
+):
+    """Values of the tensor."""
+    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
+    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    tl.store(lr_times_trust_ptr, lr * trust)
+
+
+@triton.jit
 def lamb_bfloat16_small_2_round(
     lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
     columns, lr, min_norm, max_norm, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
+    """All values of the tensor."""
+    lamb_bfloat16_small_2_values(
+        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+        max_norm,
+    )
 
 
 @triton.jit
 def lamb_bfloat16_small_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lamb: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1306,24 +1362,38 @@ def lamb_float16_1(
 
 
 @triton.jit
+def lamb_float16_2_values(
+    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+    max_norm,
+):
+    """Values of the tensor."""
+    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
+    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    tl.store(lr_times_trust_ptr, lr * trust)
+
+
+@triton.jit
 def lamb_float16_2_round(
     lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
     columns, lr, min_norm, max_norm, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
+    """All values of the tensor."""
+    lamb_float16_2_values(
+        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+        max_norm,
+    )
 
 
 @triton.jit
 def lamb_float16_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lamb: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1595,24 +1665,38 @@ def lamb_float16_small_1(
 
 
 @triton.jit
+def lamb_float16_small_2_values(
+    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+    max_norm,
+):
+    """Values of the tensor."""
+    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
+    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
+    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
+    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
+    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
+    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
+    tl.store(lr_times_trust_ptr, lr * trust)
+
+
+@triton.jit
 def lamb_float16_small_2_round(
     lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
     columns, lr, min_norm, max_norm, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
+    """All values of the tensor."""
+    lamb_float16_small_2_values(
+        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
+        max_norm,
+    )
 
 
 @triton.jit
 def lamb_float16_small_2(
     table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
 ):
-    """lamb: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lamb: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1750,16 +1834,16 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "lamb_float32_1": {"maxnreg": 64},
+    "lamb_float32_1": {"maxnreg": 96},
     "lamb_float32_3": {"maxnreg": 64},
-    "lamb_float32_small_1": {"maxnreg": 64},
+    "lamb_float32_small_1": {"maxnreg": 96},
     "lamb_float32_small_3": {"maxnreg": 64},
-    "lamb_bfloat16_1": {"maxnreg": 64},
+    "lamb_bfloat16_1": {"maxnreg": 96},
     "lamb_bfloat16_3": {"maxnreg": 64},
-    "lamb_bfloat16_small_1": {"maxnreg": 64},
+    "lamb_bfloat16_small_1": {"maxnreg": 96},
     "lamb_bfloat16_small_3": {"maxnreg": 64},
-    "lamb_float16_1": {"maxnreg": 96},
+    "lamb_float16_1": {"maxnreg": 128},
     "lamb_float16_3": {"maxnreg": 96},
-    "lamb_float16_small_1": {"maxnreg": 64},
+    "lamb_float16_small_1": {"maxnreg": 96},
     "lamb_float16_small_3": {"maxnreg": 96},
 }

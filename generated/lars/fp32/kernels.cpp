@@ -11,7 +11,7 @@
 //     momentum_buffer  4 B  f32
 //                      exact; every f32
 //   traffic   18 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan
+//   maths     fast; rounding changed by: fma, linear, nan
 // clang-format off
 #include "stages.h"
 
@@ -38,14 +38,13 @@ struct lars_float32_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict tensor_sum_for_weight_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_grad_norm_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F p = load(p_at + i);
             const F g = Grad::load(g_at + i);
             store(tensor_sum_for_weight_norm_at + i, p * p);
-            store(tensor_sum_for_grad_norm_at + i, grad_scale_times_grad_scale * g * g);
+            store(tensor_sum_for_grad_norm_at + i, g * g);
         }
     }
 };
@@ -70,16 +69,18 @@ struct lars_float32_2 {
         const float *__restrict tensor_sum_for_weight_norm_at = (const float *)at[1];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_grad_norm_at = (const float *)at[2];
-        const F lr(known.scalars[1]);
-        const F weight_decay(known.scalars[2]);
-        const F trust_coefficient(known.scalars[3]);
+        const F lr(known.scalars[0]);
+        const F weight_decay(known.scalars[1]);
+        const F trust_coefficient(known.scalars[2]);
+        const F grad_scale_times_grad_scale(known.scalars[3]);
 
         // -- elements: decode, update  (specs/lars.py)
         for (int i = 0; i < count; i += W) {
             const F tensor_sum_for_weight_norm = load(tensor_sum_for_weight_norm_at + i);
             const F tensor_sum_for_grad_norm = load(tensor_sum_for_grad_norm_at + i);
             const F weight_norm = sqrt(tensor_sum_for_weight_norm);  // 17  weight_norm, grad_norm = norm(p), norm(g)
-            const F grad_norm = sqrt(tensor_sum_for_grad_norm);      // 17  weight_norm, grad_norm = norm(p), norm(g)
+            // 17  weight_norm, grad_norm = norm(p), norm(g)
+            const F grad_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm);
             // 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
             const F ratio = trust_coefficient * weight_norm / fma(weight_decay, weight_norm, grad_norm);
             // 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
@@ -111,7 +112,7 @@ struct lars_float32_3 {
         float *__restrict momentum_buffer_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict lr_times_local_lr_at = (const float *)at[3];  // float32 [tensor]  read
         const F momentum(known.scalars[4]);
-        const F weight_decay(known.scalars[2]);
+        const F weight_decay(known.scalars[1]);
         const F grad_scale(known.scalars[5]);
         const F lr_times_local_lr = F(*lr_times_local_lr_at);
 
@@ -151,7 +152,6 @@ struct lars_bfloat16_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict tensor_sum_for_weight_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_grad_norm_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -160,7 +160,7 @@ struct lars_bfloat16_1 {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_weight_norm_at + i, p * p);
-            store(tensor_sum_for_grad_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
+            store(tensor_sum_for_grad_norm_at + i, g_cast * g_cast);
         }
     }
 };
@@ -187,7 +187,7 @@ struct lars_bfloat16_3 {
         float *__restrict momentum_buffer_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict lr_times_local_lr_at = (const float *)at[3];  // float32 [tensor]  read
         const F momentum(known.scalars[4]);
-        const F weight_decay(known.scalars[2]);
+        const F weight_decay(known.scalars[1]);
         const F grad_scale(known.scalars[5]);
         const F lr_times_local_lr = F(*lr_times_local_lr_at);
 
@@ -230,7 +230,6 @@ struct lars_float16_1 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict tensor_sum_for_weight_norm_at = (float *)at[2];  // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_grad_norm_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -239,7 +238,7 @@ struct lars_float16_1 {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_weight_norm_at + i, p * p);
-            store(tensor_sum_for_grad_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
+            store(tensor_sum_for_grad_norm_at + i, g_cast * g_cast);
         }
     }
 };
@@ -266,7 +265,7 @@ struct lars_float16_3 {
         float *__restrict momentum_buffer_at = (float *)at[2];                // float32 [n]  read and written
         const float *__restrict lr_times_local_lr_at = (const float *)at[3];  // float32 [tensor]  read
         const F momentum(known.scalars[4]);
-        const F weight_decay(known.scalars[2]);
+        const F weight_decay(known.scalars[1]);
         const F grad_scale(known.scalars[5]);
         const F lr_times_local_lr = F(*lr_times_local_lr_at);
 

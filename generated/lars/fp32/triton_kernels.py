@@ -11,7 +11,7 @@
 #     momentum_buffer  4 B  f32
 #                      exact; every f32
 #   traffic   18 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan
+#   maths     fast; rounding changed by: fma, linear, nan
 # fmt: off
 # ruff: noqa
 import triton
@@ -21,19 +21,19 @@ from optgen.runtime.triton_prelude import get, opaque, pointer, put, term, widen
 
 
 @triton.jit
-def lars_float32_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def lars_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p = get(p_ptr, at, live, MASKED)
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(p * p, at, live, MASKED), term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def lars_float32_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -57,25 +57,21 @@ def lars_float32_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
@@ -83,26 +79,41 @@ def lars_float32_1(
 
 
 @triton.jit
-def lars_float32_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, LANES: tl.constexpr,
+def lars_float32_2_values(
+    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
+    trust_coefficient, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
     tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
     weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(tensor_sum_for_grad_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
+    # 17  weight_norm, grad_norm = norm(p), norm(g)
+    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
+    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
+    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
     local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
     tl.store(lr_times_local_lr_ptr, lr * local_lr)
 
 
 @triton.jit
+def lars_float32_2_round(
+    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
+    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    lars_float32_2_values(
+        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
+        trust_coefficient, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
 def lars_float32_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -114,7 +125,7 @@ def lars_float32_2(
     columns = tl.load(row + 10)
     lars_float32_2_round(
         lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, LANES,
+        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -187,7 +198,7 @@ def lars_float32_3(
 
 
 @triton.jit
-def lars_bfloat16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def lars_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
@@ -195,13 +206,13 @@ def lars_bfloat16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MA
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def lars_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -225,25 +236,21 @@ def lars_bfloat16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
@@ -251,26 +258,41 @@ def lars_bfloat16_1(
 
 
 @triton.jit
-def lars_bfloat16_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, LANES: tl.constexpr,
+def lars_bfloat16_2_values(
+    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
+    trust_coefficient, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
     tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
     weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(tensor_sum_for_grad_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
+    # 17  weight_norm, grad_norm = norm(p), norm(g)
+    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
+    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
+    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
     local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
     tl.store(lr_times_local_lr_ptr, lr * local_lr)
 
 
 @triton.jit
+def lars_bfloat16_2_round(
+    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
+    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    lars_bfloat16_2_values(
+        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
+        trust_coefficient, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
 def lars_bfloat16_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -282,7 +304,7 @@ def lars_bfloat16_2(
     columns = tl.load(row + 10)
     lars_bfloat16_2_round(
         lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, LANES,
+        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -358,7 +380,7 @@ def lars_bfloat16_3(
 
 
 @triton.jit
-def lars_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def lars_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     p_stored = get(p_ptr, at, live, MASKED)
@@ -366,13 +388,13 @@ def lars_float16_1_tile(p_ptr, g_ptr, at, live, grad_scale_times_grad_scale, MAS
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(p * p, at, live, MASKED), term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def lars_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """lars: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -396,25 +418,21 @@ def lars_float16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
@@ -422,26 +440,41 @@ def lars_float16_1(
 
 
 @triton.jit
-def lars_float16_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, LANES: tl.constexpr,
+def lars_float16_2_values(
+    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
+    trust_coefficient, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
     tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
     weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(tensor_sum_for_grad_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
+    # 17  weight_norm, grad_norm = norm(p), norm(g)
+    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
+    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
     ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
+    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
     local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
     tl.store(lr_times_local_lr_ptr, lr * local_lr)
 
 
 @triton.jit
+def lars_float16_2_round(
+    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
+    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    lars_float16_2_values(
+        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
+        trust_coefficient, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
 def lars_float16_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    LANES: tl.constexpr,
+    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
-    """lars: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """lars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -453,7 +486,7 @@ def lars_float16_2(
     columns = tl.load(row + 10)
     lars_float16_2_round(
         lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, LANES,
+        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -538,10 +571,10 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "lars_float32_1": {"maxnreg": 64},
+    "lars_float32_1": {"maxnreg": 96},
     "lars_float32_3": {"maxnreg": 64},
-    "lars_bfloat16_1": {"maxnreg": 64},
+    "lars_bfloat16_1": {"maxnreg": 96},
     "lars_bfloat16_3": {"maxnreg": 64},
-    "lars_float16_1": {"maxnreg": 64},
+    "lars_float16_1": {"maxnreg": 96},
     "lars_float16_3": {"maxnreg": 64},
 }

@@ -26,7 +26,7 @@ def host_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coeffici
 def kernel_scalars(step, grad_scale, *, lr, momentum, weight_decay, trust_coefficient):
     """The kernel's scalars at this step, and the new host states; fp64."""
     grad_scale_times_grad_scale = grad_scale * grad_scale
-    return (grad_scale_times_grad_scale, lr, weight_decay, trust_coefficient, momentum, grad_scale)
+    return (lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, momentum, grad_scale)
 
 
 VARIANTS = (
@@ -44,7 +44,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum', 'grad_scale'),
+        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -56,9 +56,9 @@ VARIANTS = (
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(
-            Stage("lars_float32_1", "elem", 0, (0,), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_2", "tensor", 1, (1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float32_3", "elem", 2, (4, 2, 5), temps=(), matrices=False, block=64),
+            Stage("lars_float32_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
+            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_float32_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=64),
         ),
     ),
     Variant(
@@ -74,7 +74,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum', 'grad_scale'),
+        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -86,9 +86,9 @@ VARIANTS = (
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(
-            Stage("lars_float32_small_1", "elem", 0, (0,), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float32_small_2", "tensor", 1, (1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float32_small_3", "elem", 2, (4, 2, 5), temps=(), matrices=False, block=1),
+            Stage("lars_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
+            Stage("lars_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_float32_small_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -106,7 +106,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum', 'grad_scale'),
+        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -118,9 +118,9 @@ VARIANTS = (
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(
-            Stage("lars_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_bfloat16_2", "tensor", 1, (1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_bfloat16_3", "elem", 2, (4, 2, 5), temps=(), matrices=False, block=64),
+            Stage("lars_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
+            Stage("lars_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_bfloat16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=64),
         ),
     ),
     Variant(
@@ -137,7 +137,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum', 'grad_scale'),
+        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -149,9 +149,9 @@ VARIANTS = (
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(
-            Stage("lars_bfloat16_small_1", "elem", 0, (0,), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_bfloat16_small_2", "tensor", 1, (1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_bfloat16_small_3", "elem", 2, (4, 2, 5), temps=(), matrices=False, block=1),
+            Stage("lars_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
+            Stage("lars_bfloat16_small_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_bfloat16_small_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -169,7 +169,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum', 'grad_scale'),
+        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=64,
         stochastic=True,
@@ -181,9 +181,9 @@ VARIANTS = (
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(
-            Stage("lars_float16_1", "elem", 0, (0,), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float16_2", "tensor", 1, (1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float16_3", "elem", 2, (4, 2, 5), temps=(), matrices=False, block=64),
+            Stage("lars_float16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
+            Stage("lars_float16_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_float16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=64),
         ),
     ),
     Variant(
@@ -200,7 +200,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'lr', 'weight_decay', 'trust_coefficient', 'momentum', 'grad_scale'),
+        kernel_scalars=('lr', 'weight_decay', 'trust_coefficient', 'grad_scale_times_grad_scale', 'momentum', 'grad_scale'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=True,
@@ -212,9 +212,9 @@ VARIANTS = (
             Temp("lr_times_local_lr", "tensor"),
         ),
         stages=(
-            Stage("lars_float16_small_1", "elem", 0, (0,), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float16_small_2", "tensor", 1, (1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
-            Stage("lars_float16_small_3", "elem", 2, (4, 2, 5), temps=(), matrices=False, block=1),
+            Stage("lars_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
+            Stage("lars_float16_small_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_float16_small_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
         ),
     ),
 )

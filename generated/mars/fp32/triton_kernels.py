@@ -94,17 +94,23 @@ def mars_float32_1(
 
 
 @triton.jit
-def mars_float32_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the tensor."""
+def mars_float32_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
+    """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
     tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def mars_float32_2_round(
+    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    mars_float32_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
+
+
+@triton.jit
 def mars_float32_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -284,17 +290,23 @@ def mars_bfloat16_1(
 
 
 @triton.jit
-def mars_bfloat16_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the tensor."""
+def mars_bfloat16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
+    """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
     tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def mars_bfloat16_2_round(
+    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    mars_bfloat16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
+
+
+@triton.jit
 def mars_bfloat16_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -477,17 +489,23 @@ def mars_float16_1(
 
 
 @triton.jit
-def mars_float16_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the tensor."""
+def mars_float16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
+    """Values of the tensor."""
     tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
     tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
+def mars_float16_2_round(
+    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    mars_float16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
+
+
+@triton.jit
 def mars_float16_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -610,7 +628,7 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "mars_float32_1": {"maxnreg": 64},
-    "mars_bfloat16_1": {"maxnreg": 64},
-    "mars_float16_1": {"maxnreg": 64},
+    "mars_float32_1": {"maxnreg": 80},
+    "mars_bfloat16_1": {"maxnreg": 80},
+    "mars_float16_1": {"maxnreg": 80},
 }

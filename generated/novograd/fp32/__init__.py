@@ -36,7 +36,7 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_where_lt_one_t_beta2_zero = 1 - decay
     minus_lr = -lr
     return (
-        grad_scale_times_grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, beta1, weight_decay,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, beta1, weight_decay,
         grad_scale, minus_lr,
     )
 
@@ -60,7 +60,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_beta1_times_weight_decay = (1 - beta1) * weight_decay
     minus_lr = -lr
     return (
-        grad_scale_times_grad_scale, eps, decay, one_minus_where_lt_one_t_beta2_zero, beta1,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, beta1,
         one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr,
     )
 
@@ -80,7 +80,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
+        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -91,8 +91,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float32_1", "elem", 0, (0,), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_2", "tensor", 1, (1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -110,7 +110,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
+        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -121,8 +121,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_bfloat16_1", "elem", 0, (0,), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -140,7 +140,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay'),
         host=host_scalars,
-        kernel_scalars=('grad_scale_times_grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
+        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'weight_decay', 'grad_scale', 'minus_lr'),
         kernel_host=kernel_scalars,
         block=1,
         stochastic=False,
@@ -151,8 +151,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float16_1", "elem", 0, (0,), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_2", "tensor", 1, (1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -170,7 +170,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -181,8 +181,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float32_grad_averaging_1", "elem", 0, (0,), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_2", "tensor", 1, (1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -200,7 +200,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -211,8 +211,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_bfloat16_grad_averaging_1", "elem", 0, (0,), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_2", "tensor", 1, (1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_bfloat16_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -230,7 +230,7 @@ VARIANTS = (
         ),
         scalars=('grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'lr', 'beta1', 'weight_decay', 'one_minus_beta1'),
         host=host_scalars_2,
-        kernel_scalars=('grad_scale_times_grad_scale', 'eps', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
+        kernel_scalars=('eps', 'grad_scale_times_grad_scale', 'decay', 'one_minus_where_lt_one_t_beta2_zero', 'beta1', 'one_minus_beta1_times_grad_scale', 'one_minus_beta1_times_weight_decay', 'minus_lr'),
         kernel_host=kernel_scalars_2,
         block=1,
         stochastic=False,
@@ -241,8 +241,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float16_grad_averaging_1", "elem", 0, (0,), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_2", "tensor", 1, (1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float16_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float16_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

@@ -13,7 +13,7 @@
 //     exp_avg_sq  0 B  f32, one per tensor
 //                 exact; every f32
 //   traffic   16 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -36,12 +36,11 @@ struct novograd_float32_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_for_exp_avg_sq_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_for_exp_avg_sq_at + i, grad_scale_times_grad_scale * g * g);
+            store(tensor_sum_for_exp_avg_sq_at + i, g * g);
         }
     }
 };
@@ -65,7 +64,8 @@ struct novograd_float32_2 {
         float *__restrict sqrt_exp_avg_sq_2_plus_eps_at = (float *)at[1];  // float32 [tensor]  written
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_exp_avg_sq_at = (const float *)at[2];
-        const F eps(known.scalars[1]);
+        const F eps(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
         const F decay(known.scalars[2]);
         const F one_minus_where_lt_one_t_beta2_zero(known.scalars[3]);
 
@@ -74,7 +74,7 @@ struct novograd_float32_2 {
             const F tensor_sum_for_exp_avg_sq = load(tensor_sum_for_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             // 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(sqrt_exp_avg_sq_2_plus_eps_at + i, sqrt(exp_avg_sq_2) + eps);
         }
@@ -142,13 +142,12 @@ struct novograd_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_for_exp_avg_sq_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
-        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_for_exp_avg_sq_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
+            store(tensor_sum_for_exp_avg_sq_at + i, g_cast * g_cast);
         }
     }
 };

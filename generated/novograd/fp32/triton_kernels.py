@@ -13,7 +13,7 @@
 #     exp_avg_sq  0 B  f32, one per tensor
 #                 exact; every f32
 #   traffic   16 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -23,18 +23,18 @@ from optgen.runtime.triton_prelude import get, opaque, pointer, put, reciprocal,
 
 
 @triton.jit
-def novograd_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float32_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -53,43 +53,54 @@ def novograd_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float32_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float32_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float32_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float32_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float32_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float32_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -101,7 +112,7 @@ def novograd_float32_2(
     columns = tl.load(row + 9)
     novograd_float32_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -175,19 +186,19 @@ def novograd_float32_3(
 
 
 @triton.jit
-def novograd_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -206,43 +217,54 @@ def novograd_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_bfloat16_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_bfloat16_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_bfloat16_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_bfloat16_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_bfloat16_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_bfloat16_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -254,7 +276,7 @@ def novograd_bfloat16_2(
     columns = tl.load(row + 9)
     novograd_bfloat16_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -331,19 +353,19 @@ def novograd_bfloat16_3(
 
 
 @triton.jit
-def novograd_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -362,43 +384,54 @@ def novograd_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float16_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float16_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float16_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float16_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float16_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float16_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -410,7 +443,7 @@ def novograd_float16_2(
     columns = tl.load(row + 9)
     novograd_float16_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -485,20 +518,18 @@ def novograd_float16_3(
 
 
 @triton.jit
-def novograd_float32_grad_averaging_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_float32_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float32_grad_averaging_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -517,47 +548,54 @@ def novograd_float32_grad_averaging_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_grad_averaging_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float32_grad_averaging_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float32_grad_averaging_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float32_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float32_grad_averaging_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float32_grad_averaging_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float32_grad_averaging_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float32_grad_averaging_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float32_grad_averaging_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -569,7 +607,7 @@ def novograd_float32_grad_averaging_2(
     columns = tl.load(row + 9)
     novograd_float32_grad_averaging_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -644,21 +682,19 @@ def novograd_float32_grad_averaging_3(
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_bfloat16_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -677,47 +713,54 @@ def novograd_bfloat16_grad_averaging_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_bfloat16_grad_averaging_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_bfloat16_grad_averaging_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_bfloat16_grad_averaging_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_bfloat16_grad_averaging_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -729,7 +772,7 @@ def novograd_bfloat16_grad_averaging_2(
     columns = tl.load(row + 9)
     novograd_bfloat16_grad_averaging_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -807,21 +850,19 @@ def novograd_bfloat16_grad_averaging_3(
 
 
 @triton.jit
-def novograd_float16_grad_averaging_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_float16_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float16_grad_averaging_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -840,47 +881,54 @@ def novograd_float16_grad_averaging_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_grad_averaging_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float16_grad_averaging_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float16_grad_averaging_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float16_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float16_grad_averaging_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float16_grad_averaging_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float16_grad_averaging_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float16_grad_averaging_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float16_grad_averaging_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -892,7 +940,7 @@ def novograd_float16_grad_averaging_2(
     columns = tl.load(row + 9)
     novograd_float16_grad_averaging_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -985,16 +1033,16 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "novograd_float32_1": {"maxnreg": 64},
+    "novograd_float32_1": {"maxnreg": 80},
     "novograd_float32_3": {"maxnreg": 64},
-    "novograd_bfloat16_1": {"maxnreg": 64},
+    "novograd_bfloat16_1": {"maxnreg": 80},
     "novograd_bfloat16_3": {"maxnreg": 64},
-    "novograd_float16_1": {"maxnreg": 64},
+    "novograd_float16_1": {"maxnreg": 80},
     "novograd_float16_3": {"maxnreg": 64},
-    "novograd_float32_grad_averaging_1": {"maxnreg": 64},
+    "novograd_float32_grad_averaging_1": {"maxnreg": 80},
     "novograd_float32_grad_averaging_3": {"maxnreg": 64},
-    "novograd_bfloat16_grad_averaging_1": {"maxnreg": 64},
+    "novograd_bfloat16_grad_averaging_1": {"maxnreg": 80},
     "novograd_bfloat16_grad_averaging_3": {"maxnreg": 64},
-    "novograd_float16_grad_averaging_1": {"maxnreg": 64},
+    "novograd_float16_grad_averaging_1": {"maxnreg": 80},
     "novograd_float16_grad_averaging_3": {"maxnreg": 64},
 }

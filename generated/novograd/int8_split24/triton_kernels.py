@@ -13,7 +13,7 @@
 #     exp_avg_sq  0 B  f32, one per tensor
 #                 exact; every f32
 #   traffic   12.0625 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -23,18 +23,18 @@ from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, j
 
 
 @triton.jit
-def novograd_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float32_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -53,43 +53,54 @@ def novograd_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float32_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float32_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float32_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float32_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float32_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float32_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -101,7 +112,7 @@ def novograd_float32_2(
     columns = tl.load(row + 10)
     novograd_float32_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -233,18 +244,18 @@ def novograd_float32_3(
 
 
 @triton.jit
-def novograd_float32_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float32_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -263,43 +274,54 @@ def novograd_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float32_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float32_small_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_float32_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float32_small_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_float32_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float32_small_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float32_small_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float32_small_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float32_small_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float32_small_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float32_small_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -311,7 +333,7 @@ def novograd_float32_small_2(
     columns = tl.load(row + 9)
     novograd_float32_small_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -385,19 +407,19 @@ def novograd_float32_small_3(
 
 
 @triton.jit
-def novograd_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_bfloat16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -416,43 +438,54 @@ def novograd_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_bfloat16_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_bfloat16_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_bfloat16_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_bfloat16_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_bfloat16_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_bfloat16_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -464,7 +497,7 @@ def novograd_bfloat16_2(
     columns = tl.load(row + 11)
     novograd_bfloat16_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -605,19 +638,19 @@ def novograd_bfloat16_3(
 
 
 @triton.jit
-def novograd_bfloat16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_bfloat16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -636,43 +669,54 @@ def novograd_bfloat16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_bfloat16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_small_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_bfloat16_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_bfloat16_small_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_bfloat16_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_bfloat16_small_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_bfloat16_small_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_bfloat16_small_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_bfloat16_small_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_bfloat16_small_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_bfloat16_small_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -684,7 +728,7 @@ def novograd_bfloat16_small_2(
     columns = tl.load(row + 10)
     novograd_bfloat16_small_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -780,19 +824,19 @@ def novograd_bfloat16_small_3(
 
 
 @triton.jit
-def novograd_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float16_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -811,43 +855,54 @@ def novograd_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float16_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float16_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float16_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float16_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float16_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float16_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -859,7 +914,7 @@ def novograd_float16_2(
     columns = tl.load(row + 11)
     novograd_float16_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -1018,19 +1073,19 @@ def novograd_float16_3(
 
 
 @triton.jit
-def novograd_float16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
+def novograd_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float16_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1049,43 +1104,54 @@ def novograd_float16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float16_small_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
+        tensor_sum_term = novograd_float16_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float16_small_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
+            tensor_sum_term = novograd_float16_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float16_small_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float16_small_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float16_small_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float16_small_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float16_small_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float16_small_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1097,7 +1163,7 @@ def novograd_float16_small_2(
     columns = tl.load(row + 10)
     novograd_float16_small_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -1211,20 +1277,18 @@ def novograd_float16_small_3(
 
 
 @triton.jit
-def novograd_float32_grad_averaging_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_float32_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float32_grad_averaging_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1243,47 +1307,54 @@ def novograd_float32_grad_averaging_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_grad_averaging_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float32_grad_averaging_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float32_grad_averaging_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float32_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float32_grad_averaging_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float32_grad_averaging_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float32_grad_averaging_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float32_grad_averaging_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float32_grad_averaging_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1295,7 +1366,7 @@ def novograd_float32_grad_averaging_2(
     columns = tl.load(row + 10)
     novograd_float32_grad_averaging_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -1430,20 +1501,18 @@ def novograd_float32_grad_averaging_3(
 
 
 @triton.jit
-def novograd_float32_grad_averaging_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_float32_grad_averaging_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
+    return term(g * g, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float32_grad_averaging_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1462,47 +1531,54 @@ def novograd_float32_grad_averaging_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_grad_averaging_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float32_grad_averaging_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float32_grad_averaging_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_float32_grad_averaging_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float32_grad_averaging_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_float32_grad_averaging_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float32_grad_averaging_small_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float32_grad_averaging_small_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float32_grad_averaging_small_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float32_grad_averaging_small_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float32_grad_averaging_small_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float32_grad_averaging_small_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 13 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1514,7 +1590,7 @@ def novograd_float32_grad_averaging_small_2(
     columns = tl.load(row + 9)
     novograd_float32_grad_averaging_small_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -1589,21 +1665,19 @@ def novograd_float32_grad_averaging_small_3(
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_bfloat16_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1622,47 +1696,54 @@ def novograd_bfloat16_grad_averaging_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_bfloat16_grad_averaging_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_bfloat16_grad_averaging_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_bfloat16_grad_averaging_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_bfloat16_grad_averaging_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1674,7 +1755,7 @@ def novograd_bfloat16_grad_averaging_2(
     columns = tl.load(row + 11)
     novograd_bfloat16_grad_averaging_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -1818,21 +1899,19 @@ def novograd_bfloat16_grad_averaging_3(
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_bfloat16_grad_averaging_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_bfloat16_grad_averaging_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1851,47 +1930,54 @@ def novograd_bfloat16_grad_averaging_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_grad_averaging_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_bfloat16_grad_averaging_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_grad_averaging_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_bfloat16_grad_averaging_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_bfloat16_grad_averaging_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_bfloat16_grad_averaging_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_small_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_bfloat16_grad_averaging_small_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_small_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_bfloat16_grad_averaging_small_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_bfloat16_grad_averaging_small_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_bfloat16_grad_averaging_small_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1903,7 +1989,7 @@ def novograd_bfloat16_grad_averaging_small_2(
     columns = tl.load(row + 10)
     novograd_bfloat16_grad_averaging_small_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -2001,21 +2087,19 @@ def novograd_bfloat16_grad_averaging_small_3(
 
 
 @triton.jit
-def novograd_float16_grad_averaging_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_float16_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float16_grad_averaging_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2034,47 +2118,54 @@ def novograd_float16_grad_averaging_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_grad_averaging_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float16_grad_averaging_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float16_grad_averaging_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float16_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float16_grad_averaging_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float16_grad_averaging_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float16_grad_averaging_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float16_grad_averaging_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float16_grad_averaging_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2086,7 +2177,7 @@ def novograd_float16_grad_averaging_2(
     columns = tl.load(row + 11)
     novograd_float16_grad_averaging_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -2248,21 +2339,19 @@ def novograd_float16_grad_averaging_3(
 
 
 @triton.jit
-def novograd_float16_grad_averaging_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def novograd_float16_grad_averaging_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def novograd_float16_grad_averaging_small_1(
-    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2281,47 +2370,54 @@ def novograd_float16_grad_averaging_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_grad_averaging_small_1_tile(
-                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
-            )
+            tensor_sum_term = novograd_float16_grad_averaging_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = novograd_float16_grad_averaging_small_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
-        )
+        tensor_sum_term = novograd_float16_grad_averaging_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = novograd_float16_grad_averaging_small_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
+            tensor_sum_term = novograd_float16_grad_averaging_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
 
 @triton.jit
-def novograd_float16_grad_averaging_small_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
+def novograd_float16_grad_averaging_small_2_values(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
     exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
+    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
+    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
     tl.store(exp_avg_sq_ptr, exp_avg_sq)
     tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
 
 
 @triton.jit
-def novograd_float16_grad_averaging_small_2(
-    table, work, eps: tl.float32, decay: tl.float32, one_minus_where_lt_one_t_beta2_zero: tl.float32,
-    LANES: tl.constexpr,
+def novograd_float16_grad_averaging_small_2_round(
+    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
+    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
 ):
-    """novograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """All values of the tensor."""
+    novograd_float16_grad_averaging_small_2_values(
+        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
+        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
+    )
+
+
+@triton.jit
+def novograd_float16_grad_averaging_small_2(
+    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
+    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
+):
+    """novograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2333,7 +2429,7 @@ def novograd_float16_grad_averaging_small_2(
     columns = tl.load(row + 10)
     novograd_float16_grad_averaging_small_2_round(
         exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
+        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
     )
 
 
@@ -2478,28 +2574,28 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "novograd_float32_1": {"maxnreg": 64},
+    "novograd_float32_1": {"maxnreg": 80},
     "novograd_float32_3": {"maxnreg": 64},
-    "novograd_float32_small_1": {"maxnreg": 64},
+    "novograd_float32_small_1": {"maxnreg": 80},
     "novograd_float32_small_3": {"maxnreg": 64},
-    "novograd_bfloat16_1": {"maxnreg": 64},
+    "novograd_bfloat16_1": {"maxnreg": 80},
     "novograd_bfloat16_3": {"maxnreg": 64},
-    "novograd_bfloat16_small_1": {"maxnreg": 64},
+    "novograd_bfloat16_small_1": {"maxnreg": 80},
     "novograd_bfloat16_small_3": {"maxnreg": 64},
-    "novograd_float16_1": {"maxnreg": 64},
+    "novograd_float16_1": {"maxnreg": 80},
     "novograd_float16_3": {"maxnreg": 96},
-    "novograd_float16_small_1": {"maxnreg": 64},
+    "novograd_float16_small_1": {"maxnreg": 80},
     "novograd_float16_small_3": {"maxnreg": 96},
-    "novograd_float32_grad_averaging_1": {"maxnreg": 64},
+    "novograd_float32_grad_averaging_1": {"maxnreg": 80},
     "novograd_float32_grad_averaging_3": {"maxnreg": 64},
-    "novograd_float32_grad_averaging_small_1": {"maxnreg": 64},
+    "novograd_float32_grad_averaging_small_1": {"maxnreg": 80},
     "novograd_float32_grad_averaging_small_3": {"maxnreg": 64},
-    "novograd_bfloat16_grad_averaging_1": {"maxnreg": 64},
+    "novograd_bfloat16_grad_averaging_1": {"maxnreg": 80},
     "novograd_bfloat16_grad_averaging_3": {"maxnreg": 64},
-    "novograd_bfloat16_grad_averaging_small_1": {"maxnreg": 64},
+    "novograd_bfloat16_grad_averaging_small_1": {"maxnreg": 80},
     "novograd_bfloat16_grad_averaging_small_3": {"maxnreg": 64},
-    "novograd_float16_grad_averaging_1": {"maxnreg": 64},
+    "novograd_float16_grad_averaging_1": {"maxnreg": 80},
     "novograd_float16_grad_averaging_3": {"maxnreg": 96},
-    "novograd_float16_grad_averaging_small_1": {"maxnreg": 64},
+    "novograd_float16_grad_averaging_small_1": {"maxnreg": 80},
     "novograd_float16_grad_averaging_small_3": {"maxnreg": 96},
 }

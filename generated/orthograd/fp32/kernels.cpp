@@ -9,7 +9,7 @@
 //     p  2 B  bf16, nearest
 //        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 //   traffic   14 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, nan
+//   maths     fast; rounding changed by: distribute, fma, group, linear, nan
 // clang-format off
 #include "stages.h"
 
@@ -38,15 +38,13 @@ struct orthograd_float32_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g * g);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g));
+            store(tensor_sum_for_g_norm_at + i, g * g);
+            store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -79,6 +77,8 @@ struct orthograd_float32_2 {
         const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
+        const F grad_scale(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
@@ -86,8 +86,9 @@ struct orthograd_float32_2 {
             const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             store(radial_at + i, radial);
             store(g_norm_at + i, g_norm);
             store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
@@ -229,8 +230,6 @@ struct orthograd_bfloat16_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -238,8 +237,8 @@ struct orthograd_bfloat16_1 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);  // bf16, nearest
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -347,8 +346,6 @@ struct orthograd_float16_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -356,8 +353,8 @@ struct orthograd_float16_1 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -463,15 +460,13 @@ struct orthograd_float32_has_momentum_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g * g);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g));
+            store(tensor_sum_for_g_norm_at + i, g * g);
+            store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -504,6 +499,8 @@ struct orthograd_float32_has_momentum_2 {
         const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
+        const F grad_scale(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
@@ -511,8 +508,9 @@ struct orthograd_float32_has_momentum_2 {
             const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             store(radial_at + i, radial);
             store(g_norm_at + i, g_norm);
             store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
@@ -664,8 +662,6 @@ struct orthograd_bfloat16_has_momentum_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -673,8 +669,8 @@ struct orthograd_bfloat16_has_momentum_1 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);  // bf16, nearest
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -792,8 +788,6 @@ struct orthograd_float16_has_momentum_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -801,8 +795,8 @@ struct orthograd_float16_has_momentum_1 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);  // f16, nearest
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }

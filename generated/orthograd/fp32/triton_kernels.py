@@ -9,7 +9,7 @@
 #     p  2 B  bf16, nearest
 #        |error| <= 0.00389 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-9); absolute 2^-134 below
 #   traffic   14 B per bfloat16 parameter and step: 3 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, nan
+#   maths     fast; rounding changed by: distribute, fma, group, linear, nan
 # fmt: off
 # ruff: noqa
 import triton
@@ -19,22 +19,19 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, term
 
 
 @triton.jit
-def orthograd_float32_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -60,8 +57,7 @@ def orthograd_float32_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -70,7 +66,7 @@ def orthograd_float32_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -80,7 +76,7 @@ def orthograd_float32_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -91,24 +87,41 @@ def orthograd_float32_1(
 
 
 @triton.jit
-def orthograd_float32_2_round(
+def orthograd_float32_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -123,7 +136,8 @@ def orthograd_float32_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 16)
     orthograd_float32_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -189,22 +203,33 @@ def orthograd_float32_3(
 
 
 @triton.jit
-def orthograd_float32_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -287,9 +312,7 @@ def orthograd_float32_5(
 
 
 @triton.jit
-def orthograd_bfloat16_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_bfloat16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -297,14 +320,13 @@ def orthograd_bfloat16_1_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -330,8 +352,7 @@ def orthograd_bfloat16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -340,7 +361,7 @@ def orthograd_bfloat16_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -350,7 +371,7 @@ def orthograd_bfloat16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -361,24 +382,41 @@ def orthograd_bfloat16_1(
 
 
 @triton.jit
-def orthograd_bfloat16_2_round(
+def orthograd_bfloat16_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -393,7 +431,8 @@ def orthograd_bfloat16_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 16)
     orthograd_bfloat16_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -460,22 +499,33 @@ def orthograd_bfloat16_3(
 
 
 @triton.jit
-def orthograd_bfloat16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -561,9 +611,7 @@ def orthograd_bfloat16_5(
 
 
 @triton.jit
-def orthograd_float16_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float16_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -571,14 +619,13 @@ def orthograd_float16_1_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -604,8 +651,7 @@ def orthograd_float16_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -614,7 +660,7 @@ def orthograd_float16_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -624,7 +670,7 @@ def orthograd_float16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -635,24 +681,41 @@ def orthograd_float16_1(
 
 
 @triton.jit
-def orthograd_float16_2_round(
+def orthograd_float16_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -667,7 +730,8 @@ def orthograd_float16_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 16)
     orthograd_float16_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -734,22 +798,33 @@ def orthograd_float16_3(
 
 
 @triton.jit
-def orthograd_float16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -833,22 +908,19 @@ def orthograd_float16_5(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -874,8 +946,7 @@ def orthograd_float32_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -884,7 +955,7 @@ def orthograd_float32_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -894,7 +965,7 @@ def orthograd_float32_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -905,24 +976,41 @@ def orthograd_float32_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_2_round(
+def orthograd_float32_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -937,7 +1025,8 @@ def orthograd_float32_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_float32_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1005,22 +1094,33 @@ def orthograd_float32_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1118,9 +1218,7 @@ def orthograd_float32_has_momentum_5(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_bfloat16_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1128,14 +1226,13 @@ def orthograd_bfloat16_has_momentum_1_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1161,8 +1258,7 @@ def orthograd_bfloat16_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1171,7 +1267,7 @@ def orthograd_bfloat16_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1181,7 +1277,7 @@ def orthograd_bfloat16_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1192,24 +1288,41 @@ def orthograd_bfloat16_has_momentum_1(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_2_round(
+def orthograd_bfloat16_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1224,7 +1337,8 @@ def orthograd_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_bfloat16_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1293,22 +1407,33 @@ def orthograd_bfloat16_has_momentum_3(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1409,9 +1534,7 @@ def orthograd_bfloat16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float16_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1419,14 +1542,13 @@ def orthograd_float16_has_momentum_1_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1452,8 +1574,7 @@ def orthograd_float16_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1462,7 +1583,7 @@ def orthograd_float16_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1472,7 +1593,7 @@ def orthograd_float16_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1483,24 +1604,41 @@ def orthograd_float16_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_2_round(
+def orthograd_float16_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1515,7 +1653,8 @@ def orthograd_float16_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_float16_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1584,22 +1723,33 @@ def orthograd_float16_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1698,22 +1848,19 @@ def orthograd_float16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_nesterov_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1739,8 +1886,7 @@ def orthograd_float32_nesterov_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1749,7 +1895,7 @@ def orthograd_float32_nesterov_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1759,7 +1905,7 @@ def orthograd_float32_nesterov_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1770,24 +1916,41 @@ def orthograd_float32_nesterov_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_2_round(
+def orthograd_float32_nesterov_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_nesterov_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_nesterov_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_nesterov_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1802,7 +1965,8 @@ def orthograd_float32_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_float32_nesterov_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1870,22 +2034,33 @@ def orthograd_float32_nesterov_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_nesterov_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_nesterov_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_nesterov_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1984,9 +2159,7 @@ def orthograd_float32_nesterov_has_momentum_5(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_bfloat16_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1994,14 +2167,13 @@ def orthograd_bfloat16_nesterov_has_momentum_1_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2027,8 +2199,7 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2037,7 +2208,7 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2047,7 +2218,7 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2058,24 +2229,41 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2_round(
+def orthograd_bfloat16_nesterov_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_nesterov_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_nesterov_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_nesterov_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2090,7 +2278,8 @@ def orthograd_bfloat16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr)
     columns = tl.load(row + 17)
     orthograd_bfloat16_nesterov_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2159,22 +2348,33 @@ def orthograd_bfloat16_nesterov_has_momentum_3(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_nesterov_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_nesterov_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_nesterov_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2276,9 +2476,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float16_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -2286,14 +2484,13 @@ def orthograd_float16_nesterov_has_momentum_1_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2319,8 +2516,7 @@ def orthograd_float16_nesterov_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2329,7 +2525,7 @@ def orthograd_float16_nesterov_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2339,7 +2535,7 @@ def orthograd_float16_nesterov_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2350,24 +2546,41 @@ def orthograd_float16_nesterov_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_2_round(
+def orthograd_float16_nesterov_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_nesterov_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_nesterov_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_nesterov_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2382,7 +2595,8 @@ def orthograd_float16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_float16_nesterov_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2451,22 +2665,33 @@ def orthograd_float16_nesterov_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_nesterov_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_nesterov_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_nesterov_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2598,31 +2823,31 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "orthograd_float32_1": {"maxnreg": 64},
-    "orthograd_float32_3": {"maxnreg": 64},
+    "orthograd_float32_1": {"maxnreg": 112},
+    "orthograd_float32_3": {"maxnreg": 80},
     "orthograd_float32_5": {"maxnreg": 64},
-    "orthograd_bfloat16_1": {"maxnreg": 64},
-    "orthograd_bfloat16_3": {"maxnreg": 64},
+    "orthograd_bfloat16_1": {"maxnreg": 112},
+    "orthograd_bfloat16_3": {"maxnreg": 80},
     "orthograd_bfloat16_5": {"maxnreg": 64},
-    "orthograd_float16_1": {"maxnreg": 64},
-    "orthograd_float16_3": {"maxnreg": 64},
+    "orthograd_float16_1": {"maxnreg": 112},
+    "orthograd_float16_3": {"maxnreg": 80},
     "orthograd_float16_5": {"maxnreg": 64},
-    "orthograd_float32_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float32_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float32_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float32_has_momentum_3": {"maxnreg": 80},
     "orthograd_float32_has_momentum_5": {"maxnreg": 64},
-    "orthograd_bfloat16_has_momentum_1": {"maxnreg": 64},
-    "orthograd_bfloat16_has_momentum_3": {"maxnreg": 64},
+    "orthograd_bfloat16_has_momentum_1": {"maxnreg": 112},
+    "orthograd_bfloat16_has_momentum_3": {"maxnreg": 80},
     "orthograd_bfloat16_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float16_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float16_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float16_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float16_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float32_nesterov_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float32_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float32_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_1": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_3": {"maxnreg": 64},
+    "orthograd_bfloat16_nesterov_has_momentum_1": {"maxnreg": 112},
+    "orthograd_bfloat16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_bfloat16_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float16_nesterov_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_nesterov_has_momentum_5": {"maxnreg": 64},
 }

@@ -9,7 +9,7 @@
 //     p  3 B  bf16 and 8 more bits, stochastic
 //        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 //   traffic   18 B per bfloat16 parameter and step: 3 sweeps
-//   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -38,15 +38,13 @@ struct orthograd_float32_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g * g);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g));
+            store(tensor_sum_for_g_norm_at + i, g * g);
+            store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -79,6 +77,8 @@ struct orthograd_float32_2 {
         const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
+        const F grad_scale(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
@@ -86,8 +86,9 @@ struct orthograd_float32_2 {
             const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             store(radial_at + i, radial);
             store(g_norm_at + i, g_norm);
             store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
@@ -231,8 +232,6 @@ struct orthograd_bfloat16_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -241,8 +240,8 @@ struct orthograd_bfloat16_1 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -275,6 +274,8 @@ struct orthograd_bfloat16_2 {
         const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
+        const F grad_scale(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
@@ -282,8 +283,9 @@ struct orthograd_bfloat16_2 {
             const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             store(radial_at + i, radial);
             store(g_norm_at + i, g_norm);
             store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
@@ -458,8 +460,6 @@ struct orthograd_float16_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -476,8 +476,8 @@ struct orthograd_float16_1 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -640,15 +640,13 @@ struct orthograd_float32_has_momentum_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g * g);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g));
+            store(tensor_sum_for_g_norm_at + i, g * g);
+            store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -681,6 +679,8 @@ struct orthograd_float32_has_momentum_2 {
         const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
+        const F grad_scale(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
@@ -688,8 +688,9 @@ struct orthograd_float32_has_momentum_2 {
             const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             store(radial_at + i, radial);
             store(g_norm_at + i, g_norm);
             store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
@@ -911,15 +912,13 @@ struct orthograd_float32_has_momentum_small_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[2];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[3];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[4];  // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
             const F p = load(p_at + i);
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g * g);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g));
+            store(tensor_sum_for_g_norm_at + i, g * g);
+            store(tensor_sum_for_radial_at + i, p * g);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -1035,8 +1034,6 @@ struct orthograd_bfloat16_has_momentum_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -1045,8 +1042,8 @@ struct orthograd_bfloat16_has_momentum_1 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -1079,6 +1076,8 @@ struct orthograd_bfloat16_has_momentum_2 {
         const float *__restrict tensor_sum_for_radial_2_at = (const float *)at[4];
         // float32 [tensor]  read
         const float *__restrict tensor_sum_for_g_norm_at = (const float *)at[5];
+        const F grad_scale(known.scalars[0]);
+        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, update  (specs/orthograd.py)
         for (int i = 0; i < count; i += W) {
@@ -1086,8 +1085,9 @@ struct orthograd_bfloat16_has_momentum_2 {
             const F tensor_sum_for_radial_2 = load(tensor_sum_for_radial_2_at + i);
             const F tensor_sum_for_g_norm = load(tensor_sum_for_g_norm_at + i);
             // 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-            const F radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
-            const F g_norm = sqrt(tensor_sum_for_g_norm);  // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1.0000000031710769e-30f);
+            // 25  g_norm, tangent_norm = norm(g), norm(tangent)
+            const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
             store(radial_at + i, radial);
             store(g_norm_at + i, g_norm);
             store(by_1em05_times_g_norm_at + i, 9.999999747378752e-06f * g_norm);
@@ -1332,8 +1332,6 @@ struct orthograd_bfloat16_has_momentum_small_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -1342,8 +1340,8 @@ struct orthograd_bfloat16_has_momentum_small_1 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -1490,8 +1488,6 @@ struct orthograd_float16_has_momentum_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -1508,8 +1504,8 @@ struct orthograd_float16_has_momentum_1 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }
@@ -1733,8 +1729,6 @@ struct orthograd_float16_has_momentum_small_1 {
         float *__restrict tensor_sum_for_g_norm_at = (float *)at[3];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_at = (float *)at[4];       // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_radial_2_at = (float *)at[5];     // float32 [tensor]  for tensor_sum
-        const F grad_scale(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
@@ -1751,8 +1745,8 @@ struct orthograd_float16_has_momentum_small_1 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            store(tensor_sum_for_g_norm_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
-            store(tensor_sum_for_radial_at + i, grad_scale * (p * g_cast));
+            store(tensor_sum_for_g_norm_at + i, g_cast * g_cast);
+            store(tensor_sum_for_radial_at + i, p * g_cast);
             store(tensor_sum_for_radial_2_at + i, p * p);
         }
     }

@@ -9,7 +9,7 @@
 #     p  3 B  bf16 and 8 more bits, stochastic
 #        |error| <= 3.05e-05 |x|; 2^-126 <= |x| < 2^128 (1 - 2^-17); absolute 2^-141 below, Inf above
 #   traffic   18 B per bfloat16 parameter and step: 3 sweeps
-#   maths     fast; rounding changed by: distribute, fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: distribute, fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -19,22 +19,19 @@ from optgen.runtime.triton_prelude import block_magnitude, byte, counter, get, j
 
 
 @triton.jit
-def orthograd_float32_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -60,8 +57,7 @@ def orthograd_float32_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -70,7 +66,7 @@ def orthograd_float32_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -80,7 +76,7 @@ def orthograd_float32_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -91,24 +87,41 @@ def orthograd_float32_1(
 
 
 @triton.jit
-def orthograd_float32_2_round(
+def orthograd_float32_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -123,7 +136,8 @@ def orthograd_float32_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 16)
     orthograd_float32_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -189,22 +203,33 @@ def orthograd_float32_3(
 
 
 @triton.jit
-def orthograd_float32_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 20 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -287,9 +312,7 @@ def orthograd_float32_5(
 
 
 @triton.jit
-def orthograd_bfloat16_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_bfloat16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -299,14 +322,13 @@ def orthograd_bfloat16_1_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -335,7 +357,7 @@ def orthograd_bfloat16_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -344,8 +366,7 @@ def orthograd_bfloat16_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -355,8 +376,7 @@ def orthograd_bfloat16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -367,24 +387,41 @@ def orthograd_bfloat16_1(
 
 
 @triton.jit
-def orthograd_bfloat16_2_round(
+def orthograd_bfloat16_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -399,7 +436,8 @@ def orthograd_bfloat16_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_bfloat16_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -473,22 +511,33 @@ def orthograd_bfloat16_3(
 
 
 @triton.jit
-def orthograd_bfloat16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -592,9 +641,7 @@ def orthograd_bfloat16_5(
 
 
 @triton.jit
-def orthograd_float16_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float16_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -611,14 +658,13 @@ def orthograd_float16_1_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -647,7 +693,7 @@ def orthograd_float16_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -656,8 +702,7 @@ def orthograd_float16_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -667,8 +712,7 @@ def orthograd_float16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -679,24 +723,41 @@ def orthograd_float16_1(
 
 
 @triton.jit
-def orthograd_float16_2_round(
+def orthograd_float16_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -711,7 +772,8 @@ def orthograd_float16_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_float16_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -792,22 +854,33 @@ def orthograd_float16_3(
 
 
 @triton.jit
-def orthograd_float16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -929,22 +1002,19 @@ def orthograd_float16_5(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -970,8 +1040,7 @@ def orthograd_float32_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -980,7 +1049,7 @@ def orthograd_float32_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -990,7 +1059,7 @@ def orthograd_float32_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1001,24 +1070,41 @@ def orthograd_float32_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_2_round(
+def orthograd_float32_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1033,7 +1119,8 @@ def orthograd_float32_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 18)
     orthograd_float32_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1101,22 +1188,33 @@ def orthograd_float32_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1268,22 +1366,19 @@ def orthograd_float32_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_small_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_has_momentum_small_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_has_momentum_small_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1309,8 +1404,7 @@ def orthograd_float32_has_momentum_small_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1319,7 +1413,7 @@ def orthograd_float32_has_momentum_small_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1329,7 +1423,7 @@ def orthograd_float32_has_momentum_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1340,24 +1434,41 @@ def orthograd_float32_has_momentum_small_1(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_small_2_round(
+def orthograd_float32_has_momentum_small_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_has_momentum_small_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_has_momentum_small_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_has_momentum_small_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1372,7 +1483,8 @@ def orthograd_float32_has_momentum_small_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 17)
     orthograd_float32_has_momentum_small_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1440,22 +1552,33 @@ def orthograd_float32_has_momentum_small_3(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_has_momentum_small_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_has_momentum_small_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_has_momentum_small_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1553,9 +1676,7 @@ def orthograd_float32_has_momentum_small_5(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_bfloat16_has_momentum_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -1565,14 +1686,13 @@ def orthograd_bfloat16_has_momentum_1_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1601,7 +1721,7 @@ def orthograd_bfloat16_has_momentum_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1610,8 +1730,7 @@ def orthograd_bfloat16_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1621,8 +1740,7 @@ def orthograd_bfloat16_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1633,24 +1751,41 @@ def orthograd_bfloat16_has_momentum_1(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_2_round(
+def orthograd_bfloat16_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1665,7 +1800,8 @@ def orthograd_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 19)
     orthograd_bfloat16_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -1739,22 +1875,33 @@ def orthograd_bfloat16_has_momentum_3(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1916,7 +2063,7 @@ def orthograd_bfloat16_has_momentum_5(
 
 @triton.jit
 def orthograd_bfloat16_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -1927,14 +2074,13 @@ def orthograd_bfloat16_has_momentum_small_1_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_has_momentum_small_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1963,7 +2109,7 @@ def orthograd_bfloat16_has_momentum_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_small_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1972,8 +2118,7 @@ def orthograd_bfloat16_has_momentum_small_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1983,8 +2128,7 @@ def orthograd_bfloat16_has_momentum_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1995,24 +2139,41 @@ def orthograd_bfloat16_has_momentum_small_1(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_small_2_round(
+def orthograd_bfloat16_has_momentum_small_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_has_momentum_small_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_has_momentum_small_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_has_momentum_small_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2027,7 +2188,8 @@ def orthograd_bfloat16_has_momentum_small_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 18)
     orthograd_bfloat16_has_momentum_small_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2101,22 +2263,33 @@ def orthograd_bfloat16_has_momentum_small_3(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_has_momentum_small_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_has_momentum_small_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_has_momentum_small_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2236,9 +2409,7 @@ def orthograd_bfloat16_has_momentum_small_5(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float16_has_momentum_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -2255,14 +2426,13 @@ def orthograd_float16_has_momentum_1_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2291,7 +2461,7 @@ def orthograd_float16_has_momentum_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2300,8 +2470,7 @@ def orthograd_float16_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2311,8 +2480,7 @@ def orthograd_float16_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2323,24 +2491,41 @@ def orthograd_float16_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_2_round(
+def orthograd_float16_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2355,7 +2540,8 @@ def orthograd_float16_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 19)
     orthograd_float16_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2436,22 +2622,33 @@ def orthograd_float16_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2630,9 +2827,7 @@ def orthograd_float16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float16_has_momentum_small_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
@@ -2649,14 +2844,13 @@ def orthograd_float16_has_momentum_small_1_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_has_momentum_small_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2685,7 +2879,7 @@ def orthograd_float16_has_momentum_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_small_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2694,8 +2888,7 @@ def orthograd_float16_has_momentum_small_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2705,8 +2898,7 @@ def orthograd_float16_has_momentum_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2717,24 +2909,41 @@ def orthograd_float16_has_momentum_small_1(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_small_2_round(
+def orthograd_float16_has_momentum_small_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_has_momentum_small_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_has_momentum_small_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_has_momentum_small_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2749,7 +2958,8 @@ def orthograd_float16_has_momentum_small_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 18)
     orthograd_float16_has_momentum_small_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -2830,22 +3040,33 @@ def orthograd_float16_has_momentum_small_3(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_has_momentum_small_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_has_momentum_small_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_has_momentum_small_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2983,22 +3204,19 @@ def orthograd_float16_has_momentum_small_5(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_nesterov_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3024,8 +3242,7 @@ def orthograd_float32_nesterov_has_momentum_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3034,7 +3251,7 @@ def orthograd_float32_nesterov_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3044,7 +3261,7 @@ def orthograd_float32_nesterov_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3055,24 +3272,41 @@ def orthograd_float32_nesterov_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_2_round(
+def orthograd_float32_nesterov_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_nesterov_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_nesterov_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_nesterov_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3087,7 +3321,8 @@ def orthograd_float32_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 18)
     orthograd_float32_nesterov_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -3155,22 +3390,33 @@ def orthograd_float32_nesterov_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_nesterov_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_nesterov_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_nesterov_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3325,22 +3571,19 @@ def orthograd_float32_nesterov_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_small_1_tile(
-    p_ptr, g_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
+def orthograd_float32_nesterov_has_momentum_small_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     p = get(p_ptr, at, live, MASKED)
     # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED), term(grad_scale * (p * g), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float32_nesterov_has_momentum_small_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3366,8 +3609,7 @@ def orthograd_float32_nesterov_has_momentum_small_1(
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale, grad_scale_times_grad_scale,
-                False,
+                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3376,7 +3618,7 @@ def orthograd_float32_nesterov_has_momentum_small_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3386,7 +3628,7 @@ def orthograd_float32_nesterov_has_momentum_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale, True,
+                p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3397,24 +3639,41 @@ def orthograd_float32_nesterov_has_momentum_small_1(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_small_2_round(
+def orthograd_float32_nesterov_has_momentum_small_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float32_nesterov_has_momentum_small_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_nesterov_has_momentum_small_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float32_nesterov_has_momentum_small_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3429,7 +3688,8 @@ def orthograd_float32_nesterov_has_momentum_small_2(table, work, LANES: tl.const
     columns = tl.load(row + 17)
     orthograd_float32_nesterov_has_momentum_small_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -3497,22 +3757,33 @@ def orthograd_float32_nesterov_has_momentum_small_3(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float32_nesterov_has_momentum_small_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float32_nesterov_has_momentum_small_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float32_nesterov_has_momentum_small_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float32_nesterov_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 21 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3612,7 +3883,7 @@ def orthograd_float32_nesterov_has_momentum_small_5(
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3623,14 +3894,13 @@ def orthograd_bfloat16_nesterov_has_momentum_1_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3659,7 +3929,7 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3668,8 +3938,7 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3679,8 +3948,7 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -3691,24 +3959,41 @@ def orthograd_bfloat16_nesterov_has_momentum_1(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2_round(
+def orthograd_bfloat16_nesterov_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_nesterov_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_nesterov_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_nesterov_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3723,7 +4008,8 @@ def orthograd_bfloat16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr)
     columns = tl.load(row + 19)
     orthograd_bfloat16_nesterov_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -3797,22 +4083,33 @@ def orthograd_bfloat16_nesterov_has_momentum_3(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_nesterov_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_nesterov_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_nesterov_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3976,7 +4273,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -3987,14 +4284,13 @@ def orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_small_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4023,7 +4319,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4032,8 +4328,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4043,8 +4338,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4055,24 +4349,41 @@ def orthograd_bfloat16_nesterov_has_momentum_small_1(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_2_round(
+def orthograd_bfloat16_nesterov_has_momentum_small_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_bfloat16_nesterov_has_momentum_small_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_nesterov_has_momentum_small_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_bfloat16_nesterov_has_momentum_small_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4087,7 +4398,8 @@ def orthograd_bfloat16_nesterov_has_momentum_small_2(table, work, LANES: tl.cons
     columns = tl.load(row + 18)
     orthograd_bfloat16_nesterov_has_momentum_small_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -4161,22 +4473,33 @@ def orthograd_bfloat16_nesterov_has_momentum_small_3(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_bfloat16_nesterov_has_momentum_small_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_bfloat16_nesterov_has_momentum_small_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_bfloat16_nesterov_has_momentum_small_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4299,7 +4622,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4317,14 +4640,13 @@ def orthograd_float16_nesterov_has_momentum_1_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4353,7 +4675,7 @@ def orthograd_float16_nesterov_has_momentum_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4362,8 +4684,7 @@ def orthograd_float16_nesterov_has_momentum_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4373,8 +4694,7 @@ def orthograd_float16_nesterov_has_momentum_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4385,24 +4705,41 @@ def orthograd_float16_nesterov_has_momentum_1(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_2_round(
+def orthograd_float16_nesterov_has_momentum_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_nesterov_has_momentum_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_nesterov_has_momentum_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_nesterov_has_momentum_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4417,7 +4754,8 @@ def orthograd_float16_nesterov_has_momentum_2(table, work, LANES: tl.constexpr):
     columns = tl.load(row + 19)
     orthograd_float16_nesterov_has_momentum_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -4498,22 +4836,33 @@ def orthograd_float16_nesterov_has_momentum_3(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_nesterov_has_momentum_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_nesterov_has_momentum_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_nesterov_has_momentum_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 23 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4695,7 +5044,7 @@ def orthograd_float16_nesterov_has_momentum_5(
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, grad_scale, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
@@ -4713,14 +5062,13 @@ def orthograd_float16_nesterov_has_momentum_small_1_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED), term(grad_scale * (p * g_cast), at, live, MASKED), term(p * p, at, live, MASKED)
+    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
 
 
 @triton.jit
 def orthograd_float16_nesterov_has_momentum_small_1(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32,
-    GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4749,7 +5097,7 @@ def orthograd_float16_nesterov_has_momentum_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_small_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                grad_scale, grad_scale_times_grad_scale, False,
+                False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4758,8 +5106,7 @@ def orthograd_float16_nesterov_has_momentum_small_1(
     start = tile * TILE
     if start + TILE <= count:
         tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, grad_scale, grad_scale_times_grad_scale,
-            False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4769,8 +5116,7 @@ def orthograd_float16_nesterov_has_momentum_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, grad_scale, grad_scale_times_grad_scale,
-                True,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -4781,24 +5127,41 @@ def orthograd_float16_nesterov_has_momentum_small_1(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_small_2_round(
+def orthograd_float16_nesterov_has_momentum_small_2_values(
     radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES: tl.constexpr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
     tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    radial = tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    g_norm = tl.sqrt(tensor_sum_for_g_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
+    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
+    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
     tl.store(radial_ptr, radial)
     tl.store(g_norm_ptr, g_norm)
     tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+def orthograd_float16_nesterov_has_momentum_small_2_round(
+    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+    grad_scale_times_grad_scale, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_nesterov_has_momentum_small_2_values(
+        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
+    )
+
+
+@triton.jit
+def orthograd_float16_nesterov_has_momentum_small_2(
+    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
+):
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4813,7 +5176,8 @@ def orthograd_float16_nesterov_has_momentum_small_2(table, work, LANES: tl.const
     columns = tl.load(row + 18)
     orthograd_float16_nesterov_has_momentum_small_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, LANES,
+        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
+        grad_scale_times_grad_scale, LANES,
     )
 
 
@@ -4894,22 +5258,33 @@ def orthograd_float16_nesterov_has_momentum_small_3(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
+def orthograd_float16_nesterov_has_momentum_small_4_values(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
     tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
     g_norm = tl.load(g_norm_ptr)
     tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
+    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
     stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
     tl.store(stretch_ptr, stretch)
 
 
 @triton.jit
+def orthograd_float16_nesterov_has_momentum_small_4_round(
+    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
+    columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    orthograd_float16_nesterov_has_momentum_small_4_values(
+        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
+    )
+
+
+@triton.jit
 def orthograd_float16_nesterov_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 22 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5099,49 +5474,49 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "orthograd_float32_1": {"maxnreg": 64},
-    "orthograd_float32_3": {"maxnreg": 64},
+    "orthograd_float32_1": {"maxnreg": 112},
+    "orthograd_float32_3": {"maxnreg": 80},
     "orthograd_float32_5": {"maxnreg": 64},
-    "orthograd_bfloat16_1": {"maxnreg": 64},
-    "orthograd_bfloat16_3": {"maxnreg": 64},
+    "orthograd_bfloat16_1": {"maxnreg": 112},
+    "orthograd_bfloat16_3": {"maxnreg": 80},
     "orthograd_bfloat16_5": {"maxnreg": 64},
-    "orthograd_float16_1": {"maxnreg": 64},
-    "orthograd_float16_3": {"maxnreg": 64},
+    "orthograd_float16_1": {"maxnreg": 112},
+    "orthograd_float16_3": {"maxnreg": 80},
     "orthograd_float16_5": {"maxnreg": 96},
-    "orthograd_float32_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float32_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float32_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float32_has_momentum_3": {"maxnreg": 80},
     "orthograd_float32_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float32_has_momentum_small_1": {"maxnreg": 64},
-    "orthograd_float32_has_momentum_small_3": {"maxnreg": 64},
+    "orthograd_float32_has_momentum_small_1": {"maxnreg": 112},
+    "orthograd_float32_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float32_has_momentum_small_5": {"maxnreg": 64},
-    "orthograd_bfloat16_has_momentum_1": {"maxnreg": 64},
-    "orthograd_bfloat16_has_momentum_3": {"maxnreg": 64},
+    "orthograd_bfloat16_has_momentum_1": {"maxnreg": 112},
+    "orthograd_bfloat16_has_momentum_3": {"maxnreg": 80},
     "orthograd_bfloat16_has_momentum_5": {"maxnreg": 64},
-    "orthograd_bfloat16_has_momentum_small_1": {"maxnreg": 64},
-    "orthograd_bfloat16_has_momentum_small_3": {"maxnreg": 64},
+    "orthograd_bfloat16_has_momentum_small_1": {"maxnreg": 112},
+    "orthograd_bfloat16_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_bfloat16_has_momentum_small_5": {"maxnreg": 64},
-    "orthograd_float16_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float16_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float16_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float16_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_has_momentum_5": {"maxnreg": 96},
-    "orthograd_float16_has_momentum_small_1": {"maxnreg": 64},
-    "orthograd_float16_has_momentum_small_3": {"maxnreg": 64},
+    "orthograd_float16_has_momentum_small_1": {"maxnreg": 112},
+    "orthograd_float16_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float16_has_momentum_small_5": {"maxnreg": 96},
-    "orthograd_float32_nesterov_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float32_nesterov_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float32_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float32_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_small_1": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_small_3": {"maxnreg": 64},
+    "orthograd_float32_nesterov_has_momentum_small_1": {"maxnreg": 112},
+    "orthograd_float32_nesterov_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float32_nesterov_has_momentum_small_5": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_1": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_3": {"maxnreg": 64},
+    "orthograd_bfloat16_nesterov_has_momentum_1": {"maxnreg": 112},
+    "orthograd_bfloat16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_bfloat16_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_small_1": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_small_3": {"maxnreg": 64},
+    "orthograd_bfloat16_nesterov_has_momentum_small_1": {"maxnreg": 112},
+    "orthograd_bfloat16_nesterov_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_bfloat16_nesterov_has_momentum_small_5": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_1": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_3": {"maxnreg": 64},
+    "orthograd_float16_nesterov_has_momentum_1": {"maxnreg": 112},
+    "orthograd_float16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_nesterov_has_momentum_5": {"maxnreg": 96},
-    "orthograd_float16_nesterov_has_momentum_small_1": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_small_3": {"maxnreg": 64},
+    "orthograd_float16_nesterov_has_momentum_small_1": {"maxnreg": 112},
+    "orthograd_float16_nesterov_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float16_nesterov_has_momentum_small_5": {"maxnreg": 96},
 }

@@ -23,7 +23,7 @@
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
 //   traffic   42 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -118,7 +118,7 @@ struct prodigy_float32_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -188,6 +188,7 @@ struct prodigy_float32_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[7]);
         const F growth_rate(known.scalars[8]);
+        const F grad_scale(known.scalars[4]);
         const F beta3(known.scalars[5]);
 
         // -- elements: decode, update  (specs/prodigy.py)
@@ -200,7 +201,7 @@ struct prodigy_float32_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -348,7 +349,7 @@ struct prodigy_bfloat16_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -464,7 +465,7 @@ struct prodigy_float16_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -623,7 +624,7 @@ struct prodigy_float32_safeguard_warmup_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -672,7 +673,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -721,7 +722,7 @@ struct prodigy_float16_safeguard_warmup_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -818,7 +819,7 @@ struct prodigy_float32_use_bias_correction_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -855,6 +856,7 @@ struct prodigy_float32_use_bias_correction_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[8]);
         const F growth_rate(known.scalars[9]);
+        const F grad_scale(known.scalars[5]);
         const F scalar_0(known.scalars[3]);
         const F beta3(known.scalars[6]);
 
@@ -868,7 +870,7 @@ struct prodigy_float32_use_bias_correction_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -991,7 +993,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -1107,7 +1109,7 @@ struct prodigy_float16_use_bias_correction_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -1269,7 +1271,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -1318,7 +1320,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -1367,7 +1369,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };

@@ -23,7 +23,7 @@
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
 #   traffic   42 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -33,12 +33,11 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 
 @triton.jit
-def prodigy_float32_1_round(
+def prodigy_float32_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -51,11 +50,24 @@ def prodigy_float32_1_round(
 
 
 @triton.jit
+def prodigy_float32_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -93,7 +105,7 @@ def prodigy_float32_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -157,11 +169,10 @@ def prodigy_float32_2(
 
 
 @triton.jit
-def prodigy_float32_3_round(
+def prodigy_float32_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -169,8 +180,19 @@ def prodigy_float32_3_round(
 
 
 @triton.jit
+def prodigy_float32_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -188,22 +210,26 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_4_round(
+def prodigy_float32_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -212,11 +238,24 @@ def prodigy_float32_4_round(
 
 
 @triton.jit
+def prodigy_float32_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -232,7 +271,8 @@ def prodigy_float32_4(
     columns = tl.load(row + 25)
     prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -325,15 +365,21 @@ def prodigy_float32_5(
 
 
 @triton.jit
-def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float32_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float32_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -346,12 +392,11 @@ def prodigy_float32_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_1_round(
+def prodigy_bfloat16_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -364,11 +409,24 @@ def prodigy_bfloat16_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -408,7 +466,7 @@ def prodigy_bfloat16_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -472,11 +530,10 @@ def prodigy_bfloat16_2(
 
 
 @triton.jit
-def prodigy_bfloat16_3_round(
+def prodigy_bfloat16_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -484,8 +541,19 @@ def prodigy_bfloat16_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -503,22 +571,26 @@ def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_4_round(
+def prodigy_bfloat16_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -527,11 +599,24 @@ def prodigy_bfloat16_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -547,7 +632,8 @@ def prodigy_bfloat16_4(
     columns = tl.load(row + 25)
     prodigy_bfloat16_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -643,15 +729,21 @@ def prodigy_bfloat16_5(
 
 
 @triton.jit
-def prodigy_bfloat16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_bfloat16_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_bfloat16_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -664,12 +756,11 @@ def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_1_round(
+def prodigy_float16_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -682,11 +773,24 @@ def prodigy_float16_1_round(
 
 
 @triton.jit
+def prodigy_float16_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -726,7 +830,7 @@ def prodigy_float16_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -790,11 +894,10 @@ def prodigy_float16_2(
 
 
 @triton.jit
-def prodigy_float16_3_round(
+def prodigy_float16_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -802,8 +905,19 @@ def prodigy_float16_3_round(
 
 
 @triton.jit
+def prodigy_float16_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -821,22 +935,26 @@ def prodigy_float16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_4_round(
+def prodigy_float16_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -845,11 +963,24 @@ def prodigy_float16_4_round(
 
 
 @triton.jit
+def prodigy_float16_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -865,7 +996,8 @@ def prodigy_float16_4(
     columns = tl.load(row + 25)
     prodigy_float16_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -959,15 +1091,21 @@ def prodigy_float16_5(
 
 
 @triton.jit
-def prodigy_float16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float16_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float16_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -980,12 +1118,11 @@ def prodigy_float16_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_1_round(
+def prodigy_float32_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -998,11 +1135,24 @@ def prodigy_float32_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1040,7 +1190,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1104,11 +1254,10 @@ def prodigy_float32_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_3_round(
+def prodigy_float32_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -1116,8 +1265,19 @@ def prodigy_float32_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1135,22 +1295,26 @@ def prodigy_float32_safeguard_warmup_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_4_round(
+def prodigy_float32_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -1159,11 +1323,24 @@ def prodigy_float32_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1179,7 +1356,8 @@ def prodigy_float32_safeguard_warmup_4(
     columns = tl.load(row + 25)
     prodigy_float32_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -1272,15 +1450,21 @@ def prodigy_float32_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float32_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1293,12 +1477,11 @@ def prodigy_float32_safeguard_warmup_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_1_round(
+def prodigy_bfloat16_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -1311,11 +1494,24 @@ def prodigy_bfloat16_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1355,7 +1551,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1419,11 +1615,10 @@ def prodigy_bfloat16_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_3_round(
+def prodigy_bfloat16_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -1431,8 +1626,19 @@ def prodigy_bfloat16_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1450,22 +1656,26 @@ def prodigy_bfloat16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_4_round(
+def prodigy_bfloat16_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -1474,11 +1684,24 @@ def prodigy_bfloat16_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1494,7 +1717,8 @@ def prodigy_bfloat16_safeguard_warmup_4(
     columns = tl.load(row + 25)
     prodigy_bfloat16_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -1590,15 +1814,21 @@ def prodigy_bfloat16_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_bfloat16_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1611,12 +1841,11 @@ def prodigy_bfloat16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_1_round(
+def prodigy_float16_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -1629,11 +1858,24 @@ def prodigy_float16_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1673,7 +1915,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1737,11 +1979,10 @@ def prodigy_float16_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_3_round(
+def prodigy_float16_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -1749,8 +1990,19 @@ def prodigy_float16_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1768,22 +2020,26 @@ def prodigy_float16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_4_round(
+def prodigy_float16_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -1792,11 +2048,24 @@ def prodigy_float16_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1812,7 +2081,8 @@ def prodigy_float16_safeguard_warmup_4(
     columns = tl.load(row + 25)
     prodigy_float16_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -1906,15 +2176,21 @@ def prodigy_float16_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float16_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1927,15 +2203,14 @@ def prodigy_float16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_1_round(
+def prodigy_float32_use_bias_correction_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -1946,11 +2221,24 @@ def prodigy_float32_use_bias_correction_1_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1988,7 +2276,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2052,11 +2340,10 @@ def prodigy_float32_use_bias_correction_2(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_3_round(
+def prodigy_float32_use_bias_correction_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -2064,8 +2351,19 @@ def prodigy_float32_use_bias_correction_3_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_use_bias_correction_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2083,22 +2381,27 @@ def prodigy_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_4_round(
+def prodigy_float32_use_bias_correction_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -2107,11 +2410,25 @@ def prodigy_float32_use_bias_correction_4_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2127,8 +2444,8 @@ def prodigy_float32_use_bias_correction_4(
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -2221,17 +2538,23 @@ def prodigy_float32_use_bias_correction_5(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float32_use_bias_correction_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2244,15 +2567,14 @@ def prodigy_float32_use_bias_correction_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_1_round(
+def prodigy_bfloat16_use_bias_correction_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -2263,11 +2585,24 @@ def prodigy_bfloat16_use_bias_correction_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2307,7 +2642,7 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2371,11 +2706,10 @@ def prodigy_bfloat16_use_bias_correction_2(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_3_round(
+def prodigy_bfloat16_use_bias_correction_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -2383,8 +2717,19 @@ def prodigy_bfloat16_use_bias_correction_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_use_bias_correction_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2402,22 +2747,27 @@ def prodigy_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_4_round(
+def prodigy_bfloat16_use_bias_correction_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -2426,11 +2776,25 @@ def prodigy_bfloat16_use_bias_correction_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2446,8 +2810,8 @@ def prodigy_bfloat16_use_bias_correction_4(
     columns = tl.load(row + 25)
     prodigy_bfloat16_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -2543,17 +2907,23 @@ def prodigy_bfloat16_use_bias_correction_5(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_use_bias_correction_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2566,15 +2936,14 @@ def prodigy_bfloat16_use_bias_correction_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_1_round(
+def prodigy_float16_use_bias_correction_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -2585,11 +2954,24 @@ def prodigy_float16_use_bias_correction_1_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2629,7 +3011,7 @@ def prodigy_float16_use_bias_correction_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2693,11 +3075,10 @@ def prodigy_float16_use_bias_correction_2(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_3_round(
+def prodigy_float16_use_bias_correction_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -2705,8 +3086,19 @@ def prodigy_float16_use_bias_correction_3_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_use_bias_correction_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2724,22 +3116,27 @@ def prodigy_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_4_round(
+def prodigy_float16_use_bias_correction_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -2748,11 +3145,25 @@ def prodigy_float16_use_bias_correction_4_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2768,8 +3179,8 @@ def prodigy_float16_use_bias_correction_4(
     columns = tl.load(row + 25)
     prodigy_float16_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -2863,17 +3274,23 @@ def prodigy_float16_use_bias_correction_5(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_use_bias_correction_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2886,15 +3303,14 @@ def prodigy_float16_use_bias_correction_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -2905,11 +3321,24 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2947,7 +3376,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3011,11 +3440,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_3_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -3023,8 +3451,19 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3042,22 +3481,27 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_3(table, work, LANES: t
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -3066,11 +3510,25 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3086,8 +3544,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_4(
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -3180,17 +3638,23 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float32_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3203,15 +3667,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_6(table, work, LANES: t
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -3222,11 +3685,24 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3266,7 +3742,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3330,11 +3806,10 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -3342,8 +3817,19 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3361,22 +3847,27 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3(table, work, LANES: 
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -3385,11 +3876,25 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3405,8 +3910,8 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4(
     columns = tl.load(row + 25)
     prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -3502,17 +4007,23 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3527,15 +4038,14 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6(table, work, LANES: 
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_1_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -3546,11 +4056,24 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3590,7 +4113,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3654,11 +4177,10 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_3_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -3666,8 +4188,19 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3685,22 +4218,27 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_3(table, work, LANES: t
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -3709,11 +4247,25 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3729,8 +4281,8 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_4(
     columns = tl.load(row + 25)
     prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -3824,17 +4376,23 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3876,16 +4434,16 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "prodigy_float32_2": {"maxnreg": 64},
-    "prodigy_bfloat16_2": {"maxnreg": 64},
-    "prodigy_float16_2": {"maxnreg": 64},
-    "prodigy_float32_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_float32_use_bias_correction_2": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 64},
-    "prodigy_float16_use_bias_correction_2": {"maxnreg": 64},
-    "prodigy_float32_use_bias_correction_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 64},
+    "prodigy_float32_2": {"maxnreg": 96},
+    "prodigy_bfloat16_2": {"maxnreg": 96},
+    "prodigy_float16_2": {"maxnreg": 96},
+    "prodigy_float32_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_float32_use_bias_correction_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 96},
+    "prodigy_float16_use_bias_correction_2": {"maxnreg": 96},
+    "prodigy_float32_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
 }

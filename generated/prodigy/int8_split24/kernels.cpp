@@ -23,7 +23,7 @@
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
 //   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: fma, group, nan, reciprocal
+//   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 // clang-format off
 #include "stages.h"
 
@@ -251,7 +251,7 @@ struct prodigy_float32_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -388,6 +388,7 @@ struct prodigy_float32_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[10]);
         const F growth_rate(known.scalars[11]);
+        const F grad_scale(known.scalars[6]);
         const F beta3(known.scalars[8]);
 
         // -- elements: decode, update  (specs/prodigy.py)
@@ -400,7 +401,7 @@ struct prodigy_float32_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -581,7 +582,7 @@ struct prodigy_float32_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -651,6 +652,7 @@ struct prodigy_float32_small_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[7]);
         const F growth_rate(known.scalars[8]);
+        const F grad_scale(known.scalars[4]);
         const F beta3(known.scalars[5]);
 
         // -- elements: decode, update  (specs/prodigy.py)
@@ -663,7 +665,7 @@ struct prodigy_float32_small_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -908,7 +910,7 @@ struct prodigy_bfloat16_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -1003,6 +1005,7 @@ struct prodigy_bfloat16_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[7]);
         const F growth_rate(known.scalars[8]);
+        const F grad_scale(known.scalars[4]);
         const F beta3(known.scalars[5]);
 
         // -- elements: decode, update  (specs/prodigy.py)
@@ -1015,7 +1018,7 @@ struct prodigy_bfloat16_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -1367,7 +1370,7 @@ struct prodigy_bfloat16_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -1437,6 +1440,7 @@ struct prodigy_bfloat16_small_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[7]);
         const F growth_rate(known.scalars[8]);
+        const F grad_scale(known.scalars[4]);
         const F beta3(known.scalars[5]);
 
         // -- elements: decode, update  (specs/prodigy.py)
@@ -1449,7 +1453,7 @@ struct prodigy_bfloat16_small_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -1684,7 +1688,7 @@ struct prodigy_float16_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -2005,7 +2009,7 @@ struct prodigy_float16_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -2342,7 +2346,7 @@ struct prodigy_float32_safeguard_warmup_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -2505,7 +2509,7 @@ struct prodigy_float32_safeguard_warmup_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -2651,7 +2655,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -2775,7 +2779,7 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -2882,7 +2886,7 @@ struct prodigy_float16_safeguard_warmup_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -2967,7 +2971,7 @@ struct prodigy_float16_safeguard_warmup_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -3197,7 +3201,7 @@ struct prodigy_float32_use_bias_correction_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -3301,6 +3305,7 @@ struct prodigy_float32_use_bias_correction_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[11]);
         const F growth_rate(known.scalars[12]);
+        const F grad_scale(known.scalars[7]);
         const F scalar_0(known.scalars[3]);
         const F beta3(known.scalars[9]);
 
@@ -3314,7 +3319,7 @@ struct prodigy_float32_use_bias_correction_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -3422,7 +3427,7 @@ struct prodigy_float32_use_bias_correction_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -3459,6 +3464,7 @@ struct prodigy_float32_use_bias_correction_small_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[8]);
         const F growth_rate(known.scalars[9]);
+        const F grad_scale(known.scalars[5]);
         const F scalar_0(known.scalars[3]);
         const F beta3(known.scalars[6]);
 
@@ -3472,7 +3478,7 @@ struct prodigy_float32_use_bias_correction_small_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -3695,7 +3701,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -3757,6 +3763,7 @@ struct prodigy_bfloat16_use_bias_correction_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[8]);
         const F growth_rate(known.scalars[9]);
+        const F grad_scale(known.scalars[5]);
         const F scalar_0(known.scalars[3]);
         const F beta3(known.scalars[6]);
 
@@ -3770,7 +3777,7 @@ struct prodigy_bfloat16_use_bias_correction_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -4100,7 +4107,7 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -4137,6 +4144,7 @@ struct prodigy_bfloat16_use_bias_correction_small_4 {
         const F d0(known.scalars[2]);
         const F d_coef(known.scalars[8]);
         const F growth_rate(known.scalars[9]);
+        const F grad_scale(known.scalars[5]);
         const F scalar_0(known.scalars[3]);
         const F beta3(known.scalars[6]);
 
@@ -4150,7 +4158,7 @@ struct prodigy_bfloat16_use_bias_correction_small_4 {
             // 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
             const F rate = d * lr * scalar_0;
             // 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-            const F d_numerator_2 = fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator);
+            const F d_numerator_2 = fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator);
             // 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
             const F d_hat = d_coef * d_numerator_2 / max(F(9.99999991097579e-38f), d_denom);
             // 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
@@ -4360,7 +4368,7 @@ struct prodigy_float16_use_bias_correction_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -4681,7 +4689,7 @@ struct prodigy_float16_use_bias_correction_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -5021,7 +5029,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -5187,7 +5195,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g * (p0 - p));
         }
     }
 };
@@ -5336,7 +5344,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -5463,7 +5471,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };
@@ -5570,7 +5578,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
-                store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+                store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
             }
             s_top_kept[b] = s_top;
         }
@@ -5655,7 +5663,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
             store(s_at + i, s_2);
             store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, abs(s_2));
-            store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
+            store(tensor_sum_for_d_numerator_at + i, g_cast * (p0 - p));
         }
     }
 };

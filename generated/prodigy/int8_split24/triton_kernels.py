@@ -23,7 +23,7 @@
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
 #   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: fma, group, nan, reciprocal
+#   maths     fast; rounding changed by: fma, group, linear, nan, reciprocal
 # fmt: off
 # ruff: noqa
 import triton
@@ -33,12 +33,11 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 
 
 @triton.jit
-def prodigy_float32_1_round(
+def prodigy_float32_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -51,11 +50,24 @@ def prodigy_float32_1_round(
 
 
 @triton.jit
+def prodigy_float32_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -177,7 +189,7 @@ def prodigy_float32_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -294,11 +306,10 @@ def prodigy_float32_2(
 
 
 @triton.jit
-def prodigy_float32_3_round(
+def prodigy_float32_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -306,8 +317,19 @@ def prodigy_float32_3_round(
 
 
 @triton.jit
+def prodigy_float32_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -325,21 +347,26 @@ def prodigy_float32_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-    end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
+def prodigy_float32_4_values(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+    eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
@@ -348,11 +375,23 @@ def prodigy_float32_4_round(
 
 
 @triton.jit
+def prodigy_float32_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+    end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+        eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -367,7 +406,7 @@ def prodigy_float32_4(
     columns = tl.load(row + 27)
     prodigy_float32_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3, LANES,
     )
 
 
@@ -489,12 +528,11 @@ def prodigy_float32_5(
 
 
 @triton.jit
-def prodigy_float32_small_1_round(
+def prodigy_float32_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -507,11 +545,24 @@ def prodigy_float32_small_1_round(
 
 
 @triton.jit
+def prodigy_float32_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -549,7 +600,7 @@ def prodigy_float32_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -613,11 +664,10 @@ def prodigy_float32_small_2(
 
 
 @triton.jit
-def prodigy_float32_small_3_round(
+def prodigy_float32_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -625,8 +675,19 @@ def prodigy_float32_small_3_round(
 
 
 @triton.jit
+def prodigy_float32_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -644,22 +705,26 @@ def prodigy_float32_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_small_4_round(
+def prodigy_float32_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -668,11 +733,24 @@ def prodigy_float32_small_4_round(
 
 
 @triton.jit
+def prodigy_float32_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -688,7 +766,8 @@ def prodigy_float32_small_4(
     columns = tl.load(row + 25)
     prodigy_float32_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -781,15 +860,21 @@ def prodigy_float32_small_5(
 
 
 @triton.jit
-def prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float32_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float32_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -802,12 +887,11 @@ def prodigy_float32_small_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_1_round(
+def prodigy_bfloat16_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -820,11 +904,24 @@ def prodigy_bfloat16_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -890,7 +987,7 @@ def prodigy_bfloat16_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -991,11 +1088,10 @@ def prodigy_bfloat16_2(
 
 
 @triton.jit
-def prodigy_bfloat16_3_round(
+def prodigy_bfloat16_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -1003,8 +1099,19 @@ def prodigy_bfloat16_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1022,22 +1129,26 @@ def prodigy_bfloat16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_4_round(
+def prodigy_bfloat16_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -1046,11 +1157,24 @@ def prodigy_bfloat16_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1066,7 +1190,8 @@ def prodigy_bfloat16_4(
     columns = tl.load(row + 29)
     prodigy_bfloat16_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -1266,15 +1391,21 @@ def prodigy_bfloat16_5(
 
 
 @triton.jit
-def prodigy_bfloat16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_bfloat16_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_bfloat16_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1287,12 +1418,11 @@ def prodigy_bfloat16_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_small_1_round(
+def prodigy_bfloat16_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -1305,11 +1435,24 @@ def prodigy_bfloat16_small_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1352,7 +1495,7 @@ def prodigy_bfloat16_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1419,11 +1562,10 @@ def prodigy_bfloat16_small_2(
 
 
 @triton.jit
-def prodigy_bfloat16_small_3_round(
+def prodigy_bfloat16_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -1431,8 +1573,19 @@ def prodigy_bfloat16_small_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1450,22 +1603,26 @@ def prodigy_bfloat16_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_small_4_round(
+def prodigy_bfloat16_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -1474,11 +1631,24 @@ def prodigy_bfloat16_small_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1494,7 +1664,8 @@ def prodigy_bfloat16_small_4(
     columns = tl.load(row + 26)
     prodigy_bfloat16_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -1607,15 +1778,21 @@ def prodigy_bfloat16_small_5(
 
 
 @triton.jit
-def prodigy_bfloat16_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_bfloat16_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_bfloat16_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1628,12 +1805,11 @@ def prodigy_bfloat16_small_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_1_round(
+def prodigy_float16_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -1646,11 +1822,24 @@ def prodigy_float16_1_round(
 
 
 @triton.jit
+def prodigy_float16_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1723,7 +1912,7 @@ def prodigy_float16_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -1824,11 +2013,10 @@ def prodigy_float16_2(
 
 
 @triton.jit
-def prodigy_float16_3_round(
+def prodigy_float16_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -1836,8 +2024,19 @@ def prodigy_float16_3_round(
 
 
 @triton.jit
+def prodigy_float16_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1855,22 +2054,26 @@ def prodigy_float16_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_4_round(
+def prodigy_float16_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -1879,11 +2082,24 @@ def prodigy_float16_4_round(
 
 
 @triton.jit
+def prodigy_float16_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1899,7 +2115,8 @@ def prodigy_float16_4(
     columns = tl.load(row + 29)
     prodigy_float16_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -2117,15 +2334,21 @@ def prodigy_float16_5(
 
 
 @triton.jit
-def prodigy_float16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float16_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float16_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2138,12 +2361,11 @@ def prodigy_float16_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_small_1_round(
+def prodigy_float16_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -2156,11 +2378,24 @@ def prodigy_float16_small_1_round(
 
 
 @triton.jit
+def prodigy_float16_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2210,7 +2445,7 @@ def prodigy_float16_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2277,11 +2512,10 @@ def prodigy_float16_small_2(
 
 
 @triton.jit
-def prodigy_float16_small_3_round(
+def prodigy_float16_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -2289,8 +2523,19 @@ def prodigy_float16_small_3_round(
 
 
 @triton.jit
+def prodigy_float16_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2308,22 +2553,26 @@ def prodigy_float16_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_small_4_round(
+def prodigy_float16_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -2332,11 +2581,24 @@ def prodigy_float16_small_4_round(
 
 
 @triton.jit
+def prodigy_float16_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2352,7 +2614,8 @@ def prodigy_float16_small_4(
     columns = tl.load(row + 26)
     prodigy_float16_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -2483,15 +2746,21 @@ def prodigy_float16_small_5(
 
 
 @triton.jit
-def prodigy_float16_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float16_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_small_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float16_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2504,12 +2773,11 @@ def prodigy_float16_small_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_1_round(
+def prodigy_float32_safeguard_warmup_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -2522,11 +2790,24 @@ def prodigy_float32_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2648,7 +2929,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -2765,11 +3046,10 @@ def prodigy_float32_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_3_round(
+def prodigy_float32_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -2777,8 +3057,19 @@ def prodigy_float32_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2796,21 +3087,26 @@ def prodigy_float32_safeguard_warmup_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-    end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES: tl.constexpr,
+def prodigy_float32_safeguard_warmup_4_values(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+    eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
@@ -2819,11 +3115,23 @@ def prodigy_float32_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+    end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+        eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2838,7 +3146,7 @@ def prodigy_float32_safeguard_warmup_4(
     columns = tl.load(row + 27)
     prodigy_float32_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3, LANES,
     )
 
 
@@ -2960,12 +3268,11 @@ def prodigy_float32_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_small_1_round(
+def prodigy_float32_safeguard_warmup_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -2978,11 +3285,24 @@ def prodigy_float32_safeguard_warmup_small_1_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3020,7 +3340,7 @@ def prodigy_float32_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3084,11 +3404,10 @@ def prodigy_float32_safeguard_warmup_small_2(
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_small_3_round(
+def prodigy_float32_safeguard_warmup_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -3096,8 +3415,19 @@ def prodigy_float32_safeguard_warmup_small_3_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_safeguard_warmup_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3115,22 +3445,26 @@ def prodigy_float32_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_small_4_round(
+def prodigy_float32_safeguard_warmup_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -3139,11 +3473,24 @@ def prodigy_float32_safeguard_warmup_small_4_round(
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3159,7 +3506,8 @@ def prodigy_float32_safeguard_warmup_small_4(
     columns = tl.load(row + 25)
     prodigy_float32_safeguard_warmup_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -3252,17 +3600,23 @@ def prodigy_float32_safeguard_warmup_small_5(
 
 
 @triton.jit
-def prodigy_float32_safeguard_warmup_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float32_safeguard_warmup_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_safeguard_warmup_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_safeguard_warmup_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3275,12 +3629,11 @@ def prodigy_float32_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_1_round(
+def prodigy_bfloat16_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -3293,11 +3646,24 @@ def prodigy_bfloat16_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3363,7 +3729,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3464,11 +3830,10 @@ def prodigy_bfloat16_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_3_round(
+def prodigy_bfloat16_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -3476,8 +3841,19 @@ def prodigy_bfloat16_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3495,22 +3871,26 @@ def prodigy_bfloat16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_4_round(
+def prodigy_bfloat16_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -3519,11 +3899,24 @@ def prodigy_bfloat16_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3539,7 +3932,8 @@ def prodigy_bfloat16_safeguard_warmup_4(
     columns = tl.load(row + 29)
     prodigy_bfloat16_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -3739,15 +4133,21 @@ def prodigy_bfloat16_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_bfloat16_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3760,12 +4160,11 @@ def prodigy_bfloat16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_small_1_round(
+def prodigy_bfloat16_safeguard_warmup_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -3778,11 +4177,24 @@ def prodigy_bfloat16_safeguard_warmup_small_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3825,7 +4237,7 @@ def prodigy_bfloat16_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -3892,11 +4304,10 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_small_3_round(
+def prodigy_bfloat16_safeguard_warmup_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -3904,8 +4315,19 @@ def prodigy_bfloat16_safeguard_warmup_small_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_safeguard_warmup_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3923,22 +4345,26 @@ def prodigy_bfloat16_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_small_4_round(
+def prodigy_bfloat16_safeguard_warmup_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -3947,11 +4373,24 @@ def prodigy_bfloat16_safeguard_warmup_small_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -3967,7 +4406,8 @@ def prodigy_bfloat16_safeguard_warmup_small_4(
     columns = tl.load(row + 26)
     prodigy_bfloat16_safeguard_warmup_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -4080,17 +4520,23 @@ def prodigy_bfloat16_safeguard_warmup_small_5(
 
 
 @triton.jit
-def prodigy_bfloat16_safeguard_warmup_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_safeguard_warmup_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_safeguard_warmup_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_safeguard_warmup_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4103,12 +4549,11 @@ def prodigy_bfloat16_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_1_round(
+def prodigy_float16_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -4121,11 +4566,24 @@ def prodigy_float16_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4198,7 +4656,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -4299,11 +4757,10 @@ def prodigy_float16_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_3_round(
+def prodigy_float16_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -4311,8 +4768,19 @@ def prodigy_float16_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4330,22 +4798,26 @@ def prodigy_float16_safeguard_warmup_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_4_round(
+def prodigy_float16_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -4354,11 +4826,24 @@ def prodigy_float16_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4374,7 +4859,8 @@ def prodigy_float16_safeguard_warmup_4(
     columns = tl.load(row + 29)
     prodigy_float16_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -4592,15 +5078,21 @@ def prodigy_float16_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
-    """What is done with values of the model."""
+def prodigy_float16_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_6_round(d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4613,12 +5105,11 @@ def prodigy_float16_safeguard_warmup_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_small_1_round(
+def prodigy_float16_safeguard_warmup_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
-    LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
@@ -4631,11 +5122,24 @@ def prodigy_float16_safeguard_warmup_small_1_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, one_minus_beta1,
+    LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, one_minus_beta1: tl.float32,
     LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4685,7 +5189,7 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -4752,11 +5256,10 @@ def prodigy_float16_safeguard_warmup_small_2(
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_small_3_round(
+def prodigy_float16_safeguard_warmup_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -4764,8 +5267,19 @@ def prodigy_float16_safeguard_warmup_small_3_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_safeguard_warmup_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4783,22 +5297,26 @@ def prodigy_float16_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_small_4_round(
+def prodigy_float16_safeguard_warmup_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3,
-    LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
     rate = d * lr  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -4807,11 +5325,24 @@ def prodigy_float16_safeguard_warmup_small_4_round(
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4827,7 +5358,8 @@ def prodigy_float16_safeguard_warmup_small_4(
     columns = tl.load(row + 26)
     prodigy_float16_safeguard_warmup_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        beta3, LANES,
     )
 
 
@@ -4958,17 +5490,23 @@ def prodigy_float16_safeguard_warmup_small_5(
 
 
 @triton.jit
-def prodigy_float16_safeguard_warmup_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_safeguard_warmup_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_safeguard_warmup_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_safeguard_warmup_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -4981,15 +5519,14 @@ def prodigy_float16_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_1_round(
+def prodigy_float32_use_bias_correction_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -5000,11 +5537,24 @@ def prodigy_float32_use_bias_correction_1_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5126,7 +5676,7 @@ def prodigy_float32_use_bias_correction_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -5244,11 +5794,10 @@ def prodigy_float32_use_bias_correction_2(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_3_round(
+def prodigy_float32_use_bias_correction_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -5256,8 +5805,19 @@ def prodigy_float32_use_bias_correction_3_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_use_bias_correction_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5275,21 +5835,27 @@ def prodigy_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-    end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES: tl.constexpr,
+def prodigy_float32_use_bias_correction_4_values(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+    eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
@@ -5298,11 +5864,24 @@ def prodigy_float32_use_bias_correction_4_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+    end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+        eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5317,7 +5896,7 @@ def prodigy_float32_use_bias_correction_4(
     columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3, LANES,
     )
 
 
@@ -5439,15 +6018,14 @@ def prodigy_float32_use_bias_correction_5(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_small_1_round(
+def prodigy_float32_use_bias_correction_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -5458,11 +6036,24 @@ def prodigy_float32_use_bias_correction_small_1_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5500,7 +6091,7 @@ def prodigy_float32_use_bias_correction_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -5564,11 +6155,10 @@ def prodigy_float32_use_bias_correction_small_2(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_small_3_round(
+def prodigy_float32_use_bias_correction_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -5576,8 +6166,19 @@ def prodigy_float32_use_bias_correction_small_3_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_use_bias_correction_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5595,22 +6196,27 @@ def prodigy_float32_use_bias_correction_small_3(table, work, LANES: tl.constexpr
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_small_4_round(
+def prodigy_float32_use_bias_correction_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -5619,11 +6225,25 @@ def prodigy_float32_use_bias_correction_small_4_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5639,8 +6259,8 @@ def prodigy_float32_use_bias_correction_small_4(
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -5733,17 +6353,23 @@ def prodigy_float32_use_bias_correction_small_5(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float32_use_bias_correction_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5756,15 +6382,14 @@ def prodigy_float32_use_bias_correction_small_6(table, work, LANES: tl.constexpr
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_1_round(
+def prodigy_bfloat16_use_bias_correction_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -5775,11 +6400,24 @@ def prodigy_bfloat16_use_bias_correction_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5845,7 +6483,7 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -5946,11 +6584,10 @@ def prodigy_bfloat16_use_bias_correction_2(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_3_round(
+def prodigy_bfloat16_use_bias_correction_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -5958,8 +6595,19 @@ def prodigy_bfloat16_use_bias_correction_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_use_bias_correction_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -5977,22 +6625,27 @@ def prodigy_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_4_round(
+def prodigy_bfloat16_use_bias_correction_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -6001,11 +6654,25 @@ def prodigy_bfloat16_use_bias_correction_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6021,8 +6688,8 @@ def prodigy_bfloat16_use_bias_correction_4(
     columns = tl.load(row + 29)
     prodigy_bfloat16_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -6222,17 +6889,23 @@ def prodigy_bfloat16_use_bias_correction_5(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_use_bias_correction_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6245,15 +6918,14 @@ def prodigy_bfloat16_use_bias_correction_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_small_1_round(
+def prodigy_bfloat16_use_bias_correction_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -6264,11 +6936,24 @@ def prodigy_bfloat16_use_bias_correction_small_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6311,7 +6996,7 @@ def prodigy_bfloat16_use_bias_correction_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -6378,11 +7063,10 @@ def prodigy_bfloat16_use_bias_correction_small_2(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_small_3_round(
+def prodigy_bfloat16_use_bias_correction_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -6390,8 +7074,19 @@ def prodigy_bfloat16_use_bias_correction_small_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_use_bias_correction_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6409,22 +7104,27 @@ def prodigy_bfloat16_use_bias_correction_small_3(table, work, LANES: tl.constexp
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_small_4_round(
+def prodigy_bfloat16_use_bias_correction_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -6433,11 +7133,25 @@ def prodigy_bfloat16_use_bias_correction_small_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6453,8 +7167,8 @@ def prodigy_bfloat16_use_bias_correction_small_4(
     columns = tl.load(row + 26)
     prodigy_bfloat16_use_bias_correction_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -6567,17 +7281,23 @@ def prodigy_bfloat16_use_bias_correction_small_5(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_use_bias_correction_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6590,15 +7310,14 @@ def prodigy_bfloat16_use_bias_correction_small_6(table, work, LANES: tl.constexp
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_1_round(
+def prodigy_float16_use_bias_correction_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -6609,11 +7328,24 @@ def prodigy_float16_use_bias_correction_1_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6686,7 +7418,7 @@ def prodigy_float16_use_bias_correction_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -6787,11 +7519,10 @@ def prodigy_float16_use_bias_correction_2(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_3_round(
+def prodigy_float16_use_bias_correction_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -6799,8 +7530,19 @@ def prodigy_float16_use_bias_correction_3_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_use_bias_correction_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6818,22 +7560,27 @@ def prodigy_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_4_round(
+def prodigy_float16_use_bias_correction_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -6842,11 +7589,25 @@ def prodigy_float16_use_bias_correction_4_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -6862,8 +7623,8 @@ def prodigy_float16_use_bias_correction_4(
     columns = tl.load(row + 29)
     prodigy_float16_use_bias_correction_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -7081,17 +7842,23 @@ def prodigy_float16_use_bias_correction_5(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_use_bias_correction_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7104,15 +7871,14 @@ def prodigy_float16_use_bias_correction_6(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_small_1_round(
+def prodigy_float16_use_bias_correction_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -7123,11 +7889,24 @@ def prodigy_float16_use_bias_correction_small_1_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_rate_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_rate_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7177,7 +7956,7 @@ def prodigy_float16_use_bias_correction_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -7244,11 +8023,10 @@ def prodigy_float16_use_bias_correction_small_2(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_small_3_round(
+def prodigy_float16_use_bias_correction_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -7256,8 +8034,19 @@ def prodigy_float16_use_bias_correction_small_3_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_use_bias_correction_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7275,22 +8064,27 @@ def prodigy_float16_use_bias_correction_small_3(table, work, LANES: tl.constexpr
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_small_4_round(
+def prodigy_float16_use_bias_correction_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -7299,11 +8093,25 @@ def prodigy_float16_use_bias_correction_small_4_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7319,8 +8127,8 @@ def prodigy_float16_use_bias_correction_small_4(
     columns = tl.load(row + 26)
     prodigy_float16_use_bias_correction_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -7451,17 +8259,23 @@ def prodigy_float16_use_bias_correction_small_5(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_use_bias_correction_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7474,15 +8288,14 @@ def prodigy_float16_use_bias_correction_small_6(table, work, LANES: tl.constexpr
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
     d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(d_times_lr_ptr, d_mul)
     tl.store(rate_ptr, rate)
@@ -7493,11 +8306,24 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_1_round(
+    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_1_values(
+        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_d_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7619,7 +8445,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -7737,11 +8563,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_3_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -7749,8 +8574,19 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7768,21 +8604,27 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_3(table, work, LANES: t
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
-    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-    end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES: tl.constexpr,
+def prodigy_float32_use_bias_correction_safeguard_warmup_4_values(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+    eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_ptr, d)
     tl.store(d_max_ptr, d_max)
@@ -7791,11 +8633,24 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
+    end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, lr,
+        eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 31 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7810,7 +8665,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_4(
     columns = tl.load(row + 27)
     prodigy_float32_use_bias_correction_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_times_eps_ptr, d_denom_ptr, model_sum_for_d_numerator_ptr, first,
-        end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0, beta3, LANES,
+        end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3, LANES,
     )
 
 
@@ -7932,15 +8787,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -7951,11 +8805,24 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -7993,7 +8860,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -8057,11 +8924,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_small_3_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -8069,8 +8935,19 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_3_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8088,22 +8965,27 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_3(table, work, LA
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_small_4_round(
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -8112,11 +8994,25 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_4_round(
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8132,8 +9028,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_4(
     columns = tl.load(row + 25)
     prodigy_float32_use_bias_correction_safeguard_warmup_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -8226,17 +9122,23 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_5(
 
 
 @triton.jit
-def prodigy_float32_use_bias_correction_safeguard_warmup_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float32_use_bias_correction_safeguard_warmup_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float32_use_bias_correction_safeguard_warmup_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float32_use_bias_correction_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 29 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8251,15 +9153,14 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_6(table, work, LA
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -8270,11 +9171,24 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8340,7 +9254,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -8441,11 +9355,10 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -8453,8 +9366,19 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8472,22 +9396,27 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_3(table, work, LANES: 
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -8496,11 +9425,25 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8516,8 +9459,8 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_4(
     columns = tl.load(row + 29)
     prodigy_bfloat16_use_bias_correction_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -8717,17 +9660,23 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8742,15 +9691,14 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_6(table, work, LANES: 
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -8761,11 +9709,24 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8808,7 +9769,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -8875,11 +9836,10 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -8887,8 +9847,19 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8906,22 +9877,27 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_3(table, work, L
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4_round(
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -8930,11 +9906,25 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4_round(
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -8950,8 +9940,8 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4(
     columns = tl.load(row + 26)
     prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -9064,17 +10054,23 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_5(
 
 
 @triton.jit
-def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9089,15 +10085,14 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_6(table, work, L
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_1_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -9108,11 +10103,24 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_1_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9185,7 +10193,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     # 32 random bits: hash(element, tensor, step)
     noise_2 = word_xor ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, (s_pattern + (noise_2.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12).to(tl.uint8), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(d_over_d0_times_d_abs, at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -9286,11 +10294,10 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_3_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -9298,8 +10305,19 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_3_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9317,22 +10335,27 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_3(table, work, LANES: t
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -9341,11 +10364,25 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9361,8 +10398,8 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_4(
     columns = tl.load(row + 29)
     prodigy_float16_use_bias_correction_safeguard_warmup_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -9580,17 +10617,23 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_5(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 33 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9603,15 +10646,14 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_6(table, work, LANES: t
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_small_1_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_1_values(
     d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
-    one_minus_beta1, LANES: tl.constexpr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d = tl.load(d_ptr)
     d_mul = d * lr
-    rate = d_mul * scalar_0
+    rate = d_mul * scalar_0  # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     d_div = d / d0
     tl.store(one_minus_beta1_times_d_ptr, one_minus_beta1 * d)
     tl.store(d_times_lr_ptr, d_mul)
@@ -9622,11 +10664,24 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_1_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_1_round(
+    d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+    d_over_d0_ptr, d_over_d0_times_d_ptr, first, end, rows, columns, lr, weight_decay, d0, scalar_0,
+    one_minus_beta1, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_small_1_values(
+        d_ptr, one_minus_beta1_times_d_ptr, d_times_lr_ptr, rate_ptr, one_minus_rate_times_weight_decay_ptr,
+        d_over_d0_ptr, d_over_d0_times_d_ptr, lr, weight_decay, d0, scalar_0, one_minus_beta1,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, d0: tl.float32, scalar_0: tl.float32,
     one_minus_beta1: tl.float32, LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9676,7 +10731,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
-    return term(tl.abs(s), at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(tl.abs(s), at, live, MASKED), term(g_cast * (p0 - p), at, live, MASKED)
 
 
 @triton.jit
@@ -9743,11 +10798,10 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_small_3_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_3_values(
     model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_d_numerator = tl.load(tensor_sum_for_d_numerator_ptr)
     tensor_sum_for_d_denom = tl.load(tensor_sum_for_d_denom_ptr)
     tl.store(model_sum_for_d_numerator_ptr, tensor_sum_for_d_numerator)
@@ -9755,8 +10809,19 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_3_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_3_round(
+    model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_small_3_values(
+        model_sum_for_d_numerator_ptr, d_denom_ptr, tensor_sum_for_d_numerator_ptr, tensor_sum_for_d_denom_ptr,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_small_3(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9774,22 +10839,27 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_3(table, work, LA
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_small_4_round(
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_4_values(
     d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-    beta3, LANES: tl.constexpr,
+    model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
 ):
-    """What is done with values of the model."""
+    """Values of the model."""
     d_max = tl.load(d_max_ptr)
     d_denom = tl.load(d_denom_ptr)
     d = tl.load(d_ptr)
     model_sum_for_d_numerator = tl.load(model_sum_for_d_numerator_ptr)
     d_numerator = tl.load(d_numerator_ptr)
+    # 32  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
     rate = d * lr * scalar_0
-    d_numerator = tl.fma(d / d0 * rate, model_sum_for_d_numerator, beta3 * d_numerator)
+    # 33  d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
+    d_numerator = tl.fma(d / d0 * rate, grad_scale * model_sum_for_d_numerator, beta3 * d_numerator)
+    # 38  d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     d_hat = d_coef * d_numerator / tl.maximum(d_denom, 1e-37, propagate_nan=tl.PropagateNan.ALL)
+    # 40  d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
     d_max = tl.maximum(d_max, tl.where(0.0 < d_denom, d_hat, 0.0), propagate_nan=tl.PropagateNan.ALL)
+    # 39  raised = where(equal(d, d0), maximum(d, d_hat), d)
     raised = tl.where(d == d0, tl.maximum(d, d_hat, propagate_nan=tl.PropagateNan.ALL), d)
+    # 41  d = minimum(d_max, raised * growth_rate)
     d = tl.minimum(d_max, raised * growth_rate, propagate_nan=tl.PropagateNan.ALL)
     tl.store(d_max_ptr, d_max)
     tl.store(d_numerator_ptr, d_numerator)
@@ -9798,11 +10868,25 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_4_round(
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_4_round(
+    d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+    model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+    scalar_0, beta3, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_small_4_values(
+        d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
+        model_sum_for_d_numerator_ptr, lr, eps, d0, d_coef, growth_rate, grad_scale, scalar_0, beta3,
+    )
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_small_4(
     table, work, lr: tl.float32, eps: tl.float32, d0: tl.float32, d_coef: tl.float32,
-    growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32, LANES: tl.constexpr,
+    growth_rate: tl.float32, grad_scale: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
+    LANES: tl.constexpr,
 ):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -9818,8 +10902,8 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_4(
     columns = tl.load(row + 26)
     prodigy_float16_use_bias_correction_safeguard_warmup_small_4_round(
         d_ptr, d_max_ptr, d_numerator_ptr, d_2_ptr, d_2_times_eps_ptr, d_denom_ptr,
-        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, scalar_0,
-        beta3, LANES,
+        model_sum_for_d_numerator_ptr, first, end, rows, columns, lr, eps, d0, d_coef, growth_rate, grad_scale,
+        scalar_0, beta3, LANES,
     )
 
 
@@ -9950,17 +11034,23 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_5(
 
 
 @triton.jit
-def prodigy_float16_use_bias_correction_safeguard_warmup_small_6_round(
-    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """What is done with values of the model."""
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_6_values(d_ptr, d_2_ptr):
+    """Values of the model."""
     d_2 = tl.load(d_2_ptr)
     tl.store(d_ptr, d_2)
 
 
 @triton.jit
+def prodigy_float16_use_bias_correction_safeguard_warmup_small_6_round(
+    d_ptr, d_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
+):
+    """All values of the model."""
+    prodigy_float16_use_bias_correction_safeguard_warmup_small_6_values(d_ptr, d_2_ptr)
+
+
+@triton.jit
 def prodigy_float16_use_bias_correction_safeguard_warmup_small_6(table, work, LANES: tl.constexpr):
-    """prodigy: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """prodigy: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 30 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -10029,27 +11119,27 @@ TILE = {
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
     "prodigy_float32_5": {"maxnreg": 64},
-    "prodigy_float32_small_2": {"maxnreg": 64},
-    "prodigy_bfloat16_2": {"maxnreg": 64},
-    "prodigy_bfloat16_small_2": {"maxnreg": 64},
-    "prodigy_float16_2": {"maxnreg": 96},
-    "prodigy_float16_small_2": {"maxnreg": 64},
+    "prodigy_float32_small_2": {"maxnreg": 96},
+    "prodigy_bfloat16_2": {"maxnreg": 96},
+    "prodigy_bfloat16_small_2": {"maxnreg": 96},
+    "prodigy_float16_2": {"maxnreg": 128},
+    "prodigy_float16_small_2": {"maxnreg": 96},
     "prodigy_float32_safeguard_warmup_5": {"maxnreg": 64},
-    "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 64},
-    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 64},
-    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 96},
-    "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 64},
+    "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 96},
+    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 96},
+    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 128},
+    "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_float32_use_bias_correction_5": {"maxnreg": 64},
-    "prodigy_float32_use_bias_correction_small_2": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_small_2": {"maxnreg": 64},
-    "prodigy_float16_use_bias_correction_2": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_small_2": {"maxnreg": 64},
+    "prodigy_float32_use_bias_correction_small_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_small_2": {"maxnreg": 96},
+    "prodigy_float16_use_bias_correction_2": {"maxnreg": 128},
+    "prodigy_float16_use_bias_correction_small_2": {"maxnreg": 96},
     "prodigy_float32_use_bias_correction_safeguard_warmup_5": {"maxnreg": 64},
-    "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 64},
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 64},
-    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 64},
+    "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
+    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 128},
+    "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
 }

@@ -64,10 +64,12 @@ def sm3_float32_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -75,9 +77,9 @@ def sm3_float32_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_col_ptr += matrix * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -141,32 +143,44 @@ def sm3_float32_1_flat(
 
 
 @triton.jit
+def sm3_float32_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float32_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float32_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float32_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float32_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float32_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float32_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -178,7 +192,7 @@ def sm3_float32_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     sm3_float32_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float32_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -228,10 +242,12 @@ def sm3_bfloat16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -239,9 +255,9 @@ def sm3_bfloat16_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_col_ptr += matrix * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -305,32 +321,44 @@ def sm3_bfloat16_1_flat(
 
 
 @triton.jit
+def sm3_bfloat16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_bfloat16_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_bfloat16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_bfloat16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_bfloat16_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_bfloat16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_bfloat16_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -342,7 +370,7 @@ def sm3_bfloat16_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     sm3_bfloat16_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_bfloat16_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -390,10 +418,12 @@ def sm3_float16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -401,9 +431,9 @@ def sm3_float16_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_col_ptr += matrix * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -467,32 +497,44 @@ def sm3_float16_1_flat(
 
 
 @triton.jit
+def sm3_float16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float16_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float16_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float16_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -504,7 +546,7 @@ def sm3_float16_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     sm3_float16_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float16_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -761,10 +803,12 @@ def sm3_float32_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -772,10 +816,10 @@ def sm3_float32_has_momentum_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -846,32 +890,44 @@ def sm3_float32_has_momentum_1_flat(
 
 
 @triton.jit
+def sm3_float32_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float32_has_momentum_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float32_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float32_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float32_has_momentum_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float32_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -883,7 +939,7 @@ def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     sm3_float32_has_momentum_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float32_has_momentum_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -941,10 +997,12 @@ def sm3_bfloat16_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -952,10 +1010,10 @@ def sm3_bfloat16_has_momentum_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1026,32 +1084,44 @@ def sm3_bfloat16_has_momentum_1_flat(
 
 
 @triton.jit
+def sm3_bfloat16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_bfloat16_has_momentum_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_bfloat16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_bfloat16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_bfloat16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1065,7 +1135,7 @@ def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
     sm3_bfloat16_has_momentum_2_round(
         accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_bfloat16_has_momentum_3_round(
         accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES,
     )
@@ -1123,10 +1193,12 @@ def sm3_float16_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -1134,10 +1206,10 @@ def sm3_float16_has_momentum_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1208,32 +1280,44 @@ def sm3_float16_has_momentum_1_flat(
 
 
 @triton.jit
+def sm3_float16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float16_has_momentum_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float16_has_momentum_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1245,7 +1329,7 @@ def sm3_float16_has_momentum_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     sm3_float16_has_momentum_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float16_has_momentum_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -1511,14 +1595,14 @@ OPTIONS = {
     "sm3_float16_has_momentum_no_factored": {"maxnreg": 64},
 }
 
-# Rows per tile of each kernel that walks panels of a matrix.
-ROWS = {
-    "sm3_float32_1": 2,
-    "sm3_bfloat16_1": 2,
-    "sm3_float16_1": 2,
-    "sm3_float32_has_momentum_1": 2,
-    "sm3_bfloat16_has_momentum_1": 2,
-    "sm3_float16_has_momentum_1": 2,
+# Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
+WARPS = {
+    "sm3_float32_1": 4,
+    "sm3_bfloat16_1": 4,
+    "sm3_float16_1": 4,
+    "sm3_float32_has_momentum_1": 4,
+    "sm3_bfloat16_has_momentum_1": 4,
+    "sm3_float16_has_momentum_1": 4,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -64,10 +64,12 @@ def sm3_float32_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -75,9 +77,9 @@ def sm3_float32_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_col_ptr += matrix * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 8)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -141,32 +143,44 @@ def sm3_float32_1_flat(
 
 
 @triton.jit
+def sm3_float32_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float32_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float32_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float32_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float32_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float32_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float32_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -178,7 +192,7 @@ def sm3_float32_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     sm3_float32_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float32_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -242,10 +256,12 @@ def sm3_bfloat16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -254,9 +270,9 @@ def sm3_bfloat16_1(
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_col_ptr += matrix * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = columns.to(tl.int32)
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
     total_terms = tl.full([1024], float("-inf"), tl.float32)
@@ -328,32 +344,44 @@ def sm3_bfloat16_1_flat(
 
 
 @triton.jit
+def sm3_bfloat16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_bfloat16_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_bfloat16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_bfloat16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_bfloat16_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_bfloat16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_bfloat16_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -365,7 +393,7 @@ def sm3_bfloat16_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     sm3_bfloat16_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_bfloat16_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -447,10 +475,12 @@ def sm3_float16_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -459,9 +489,9 @@ def sm3_float16_1(
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_col_ptr += matrix * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = columns.to(tl.int32)
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
     total_terms = tl.full([1024], float("-inf"), tl.float32)
@@ -533,32 +563,44 @@ def sm3_float16_1_flat(
 
 
 @triton.jit
+def sm3_float16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float16_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float16_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float16_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -570,7 +612,7 @@ def sm3_float16_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     sm3_float16_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float16_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -1344,10 +1386,12 @@ def sm3_float32_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     block = tl.arange(0, 16)[None, :, None]
@@ -1357,11 +1401,11 @@ def sm3_float32_has_momentum_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     at_block = at_row * blocks.to(tl.int32) + block
     padded = blocks.to(tl.int32) * 64
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
@@ -1444,32 +1488,44 @@ def sm3_float32_has_momentum_1_flat(
 
 
 @triton.jit
+def sm3_float32_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float32_has_momentum_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float32_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float32_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float32_has_momentum_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float32_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1481,7 +1537,7 @@ def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     sm3_float32_has_momentum_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float32_has_momentum_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -1535,10 +1591,12 @@ def sm3_float32_has_momentum_small_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -1546,10 +1604,10 @@ def sm3_float32_has_momentum_small_1(
     p_ptr += top * columns + left
     g_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 9)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     total_terms = tl.full([1024], float("-inf"), tl.float32)
     # Tiles without masks, then the others.
     full = tl.where(width == 1024, height // ROWS, 0)
@@ -1620,32 +1678,44 @@ def sm3_float32_has_momentum_small_1_flat(
 
 
 @triton.jit
+def sm3_float32_has_momentum_small_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float32_has_momentum_small_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float32_has_momentum_small_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float32_has_momentum_small_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float32_has_momentum_small_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float32_has_momentum_small_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float32_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1659,7 +1729,7 @@ def sm3_float32_has_momentum_small_2(table, work, LANES: tl.constexpr):
     sm3_float32_has_momentum_small_2_round(
         accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float32_has_momentum_small_3_round(
         accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES,
     )
@@ -1746,10 +1816,12 @@ def sm3_bfloat16_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     block = tl.arange(0, 16)[None, :, None]
@@ -1760,11 +1832,11 @@ def sm3_bfloat16_has_momentum_1(
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 11)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     at_block = at_row * blocks.to(tl.int32) + block
     padded = blocks.to(tl.int32) * 64
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
@@ -1851,32 +1923,44 @@ def sm3_bfloat16_has_momentum_1_flat(
 
 
 @triton.jit
+def sm3_bfloat16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_bfloat16_has_momentum_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_bfloat16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_bfloat16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_bfloat16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1890,7 +1974,7 @@ def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr):
     sm3_bfloat16_has_momentum_2_round(
         accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_bfloat16_has_momentum_3_round(
         accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES,
     )
@@ -1964,10 +2048,12 @@ def sm3_bfloat16_has_momentum_small_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -1976,10 +2062,10 @@ def sm3_bfloat16_has_momentum_small_1(
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = columns.to(tl.int32)
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
     total_terms = tl.full([1024], float("-inf"), tl.float32)
@@ -2057,32 +2143,44 @@ def sm3_bfloat16_has_momentum_small_1_flat(
 
 
 @triton.jit
+def sm3_bfloat16_has_momentum_small_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_bfloat16_has_momentum_small_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_bfloat16_has_momentum_small_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_bfloat16_has_momentum_small_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_small_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_bfloat16_has_momentum_small_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_bfloat16_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2096,7 +2194,7 @@ def sm3_bfloat16_has_momentum_small_2(table, work, LANES: tl.constexpr):
     sm3_bfloat16_has_momentum_small_2_round(
         accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_bfloat16_has_momentum_small_3_round(
         accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES,
     )
@@ -2201,10 +2299,12 @@ def sm3_float16_has_momentum_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     blocks = tl.cdiv(columns, 64)
     block = tl.arange(0, 16)[None, :, None]
@@ -2215,11 +2315,11 @@ def sm3_float16_has_momentum_1(
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
     momentum_buffer_scale_ptr += top * blocks + left // 64
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 11)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     at_block = at_row * blocks.to(tl.int32) + block
     padded = blocks.to(tl.int32) * 64
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
@@ -2306,32 +2406,44 @@ def sm3_float16_has_momentum_1_flat(
 
 
 @triton.jit
+def sm3_float16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float16_has_momentum_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float16_has_momentum_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float16_has_momentum_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2343,7 +2455,7 @@ def sm3_float16_has_momentum_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
     sm3_float16_has_momentum_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float16_has_momentum_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
@@ -2433,10 +2545,12 @@ def sm3_float16_has_momentum_small_1(
         columns = tl.multiple_of(columns, 16)
     number = tl.load(item + 1)
     panels = tl.cdiv(columns, 1024).to(tl.int32)
-    panel = number % panels
-    top = (number // panels).to(tl.int64) * 64
-    left = panel.to(tl.int64) * 1024
-    height = tl.minimum(rows - top, 64).to(tl.int32)
+    left = (number % panels).to(tl.int64) * 1024
+    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
+    matrix = (number // panels // stack).to(tl.int64)
+    below = (number // panels % stack).to(tl.int64) * 64
+    top = matrix * rows + below
+    height = tl.minimum(rows - below, 64).to(tl.int32)
     width = tl.minimum(columns - left, 1024).to(tl.int32)
     lane = tl.arange(0, 1024)[None, :]
     at_row = tl.arange(0, ROWS)[:, None]
@@ -2445,10 +2559,10 @@ def sm3_float16_has_momentum_small_1(
     g_ptr += top * columns + left
     weight_low_ptr += top * columns + left
     accumulator_row_ptr += top
-    accumulator_col_ptr += left
+    accumulator_col_ptr += matrix * columns + left
     momentum_buffer_ptr += top * columns + left
-    accumulator_row_2_ptr += panel * rows + top
-    accumulator_col_2_ptr += top // 64 * columns + left
+    accumulator_row_2_ptr += number % panels * (rows * tl.load(row + 10)) + top
+    accumulator_col_2_ptr += (number // panels).to(tl.int64) * columns + left
     padded = columns.to(tl.int32)
     before = top.to(tl.int32) * padded + left.to(tl.int32) + lane
     total_terms = tl.full([1024], float("-inf"), tl.float32)
@@ -2526,32 +2640,44 @@ def sm3_float16_has_momentum_small_1_flat(
 
 
 @triton.jit
+def sm3_float16_has_momentum_small_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
+    """Values of rows."""
+    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
+    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
+
+
+@triton.jit
 def sm3_float16_has_momentum_small_2_round(
     accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of rows."""
-    for start in range(first * rows, end * rows, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of rows."""
+    for start in range(first * rows, end * rows, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * rows
-        accumulator_row_2 = tl.load(accumulator_row_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_row_ptr + at, accumulator_row_2, mask=live)
+        sm3_float16_has_momentum_small_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
+
+
+@triton.jit
+def sm3_float16_has_momentum_small_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
+    """Values of columns."""
+    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
+    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
 
 
 @triton.jit
 def sm3_float16_has_momentum_small_3_round(
     accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
 ):
-    """What is done with values of columns."""
-    for start in range(first * columns, end * columns, 1024):
-        at = start + tl.arange(0, 1024)
+    """All values of columns."""
+    for start in range(first * columns, end * columns, 2048):
+        at = start + tl.arange(0, 2048)
         live = at < end * columns
-        accumulator_col_2 = tl.load(accumulator_col_2_ptr + at, mask=live, other=0.0)
-        tl.store(accumulator_col_ptr + at, accumulator_col_2, mask=live)
+        sm3_float16_has_momentum_small_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
 
 
 @triton.jit
 def sm3_float16_has_momentum_small_2(table, work, LANES: tl.constexpr):
-    """sm3: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -2565,7 +2691,7 @@ def sm3_float16_has_momentum_small_2(table, work, LANES: tl.constexpr):
     sm3_float16_has_momentum_small_2_round(
         accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # what one round stores the next ones load
     sm3_float16_has_momentum_small_3_round(
         accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES,
     )
@@ -3425,17 +3551,17 @@ OPTIONS = {
     "sm3_float16_has_momentum_no_factored_small": {"maxnreg": 96},
 }
 
-# Rows per tile of each kernel that walks panels of a matrix.
-ROWS = {
-    "sm3_float32_1": 2,
-    "sm3_bfloat16_1": 2,
-    "sm3_float16_1": 2,
-    "sm3_float32_has_momentum_1": 2,
-    "sm3_float32_has_momentum_small_1": 2,
-    "sm3_bfloat16_has_momentum_1": 2,
-    "sm3_bfloat16_has_momentum_small_1": 2,
-    "sm3_float16_has_momentum_1": 2,
-    "sm3_float16_has_momentum_small_1": 2,
+# Warps of 32 lanes per program of each kernel that walks panels of a matrix, row by row.
+WARPS = {
+    "sm3_float32_1": 4,
+    "sm3_bfloat16_1": 4,
+    "sm3_float16_1": 4,
+    "sm3_float32_has_momentum_1": 4,
+    "sm3_float32_has_momentum_small_1": 4,
+    "sm3_bfloat16_has_momentum_1": 4,
+    "sm3_bfloat16_has_momentum_small_1": 4,
+    "sm3_float16_has_momentum_1": 4,
+    "sm3_float16_has_momentum_small_1": 4,
 }
 
 # What each of them reduces: the number of the dense operand that its kernel for tensors of any shape stores.

@@ -190,21 +190,35 @@ def stable_adamw_float32_1(
 
 
 @triton.jit
-def stable_adamw_float32_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+def stable_adamw_float32_2_values(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+    weight_decay,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
 
 
 @triton.jit
+def stable_adamw_float32_2_round(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
+    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    stable_adamw_float32_2_values(
+        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+        weight_decay,
+    )
+
+
+@triton.jit
 def stable_adamw_float32_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -402,21 +416,35 @@ def stable_adamw_float32_small_1(
 
 
 @triton.jit
-def stable_adamw_float32_small_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+def stable_adamw_float32_small_2_values(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+    weight_decay,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
 
 
 @triton.jit
+def stable_adamw_float32_small_2_round(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
+    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    stable_adamw_float32_small_2_values(
+        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+        weight_decay,
+    )
+
+
+@triton.jit
 def stable_adamw_float32_small_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -682,21 +710,35 @@ def stable_adamw_bfloat16_1(
 
 
 @triton.jit
-def stable_adamw_bfloat16_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+def stable_adamw_bfloat16_2_values(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+    weight_decay,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
 
 
 @triton.jit
+def stable_adamw_bfloat16_2_round(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
+    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    stable_adamw_bfloat16_2_values(
+        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+        weight_decay,
+    )
+
+
+@triton.jit
 def stable_adamw_bfloat16_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -917,21 +959,35 @@ def stable_adamw_bfloat16_small_1(
 
 
 @triton.jit
-def stable_adamw_bfloat16_small_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+def stable_adamw_bfloat16_small_2_values(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+    weight_decay,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
 
 
 @triton.jit
+def stable_adamw_bfloat16_small_2_round(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
+    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    stable_adamw_bfloat16_small_2_values(
+        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+        weight_decay,
+    )
+
+
+@triton.jit
 def stable_adamw_bfloat16_small_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1219,21 +1275,35 @@ def stable_adamw_float16_1(
 
 
 @triton.jit
-def stable_adamw_float16_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+def stable_adamw_float16_2_values(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+    weight_decay,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
 
 
 @triton.jit
+def stable_adamw_float16_2_round(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
+    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    stable_adamw_float16_2_values(
+        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+        weight_decay,
+    )
+
+
+@triton.jit
 def stable_adamw_float16_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1472,21 +1542,35 @@ def stable_adamw_float16_small_1(
 
 
 @triton.jit
-def stable_adamw_float16_small_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+def stable_adamw_float16_small_2_values(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+    weight_decay,
 ):
-    """What is done with values of the tensor."""
+    """Values of the tensor."""
     tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
+    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
     surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
+    # 25  rate = lr / maximum(1.0, surprise)
     rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rate_ptr, rate)
     tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
 
 
 @triton.jit
+def stable_adamw_float16_small_2_round(
+    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
+    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
+):
+    """All values of the tensor."""
+    stable_adamw_float16_small_2_values(
+        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
+        weight_decay,
+    )
+
+
+@triton.jit
 def stable_adamw_float16_small_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages for table and work."""
+    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
@@ -1641,16 +1725,16 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "stable_adamw_float32_1": {"maxnreg": 64},
+    "stable_adamw_float32_1": {"maxnreg": 80},
     "stable_adamw_float32_3": {"maxnreg": 64},
-    "stable_adamw_float32_small_1": {"maxnreg": 64},
+    "stable_adamw_float32_small_1": {"maxnreg": 80},
     "stable_adamw_float32_small_3": {"maxnreg": 64},
-    "stable_adamw_bfloat16_1": {"maxnreg": 64},
+    "stable_adamw_bfloat16_1": {"maxnreg": 80},
     "stable_adamw_bfloat16_3": {"maxnreg": 64},
-    "stable_adamw_bfloat16_small_1": {"maxnreg": 64},
+    "stable_adamw_bfloat16_small_1": {"maxnreg": 80},
     "stable_adamw_bfloat16_small_3": {"maxnreg": 64},
-    "stable_adamw_float16_1": {"maxnreg": 96},
+    "stable_adamw_float16_1": {"maxnreg": 112},
     "stable_adamw_float16_3": {"maxnreg": 96},
-    "stable_adamw_float16_small_1": {"maxnreg": 64},
+    "stable_adamw_float16_small_1": {"maxnreg": 80},
     "stable_adamw_float16_small_3": {"maxnreg": 96},
 }
