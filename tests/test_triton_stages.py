@@ -323,7 +323,7 @@ def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
     assert launch.able("triton", plan, variant) == "triton"
     monkeypatch.setattr(launch.plans, "part", lambda *_: ModuleType("empty"))
     assert launch.able("triton", plan, variant) == "reference"
-    assert launch.able("cpp", plan, variant) == "reference"
+    assert launch.able("cpp", plan, variant) == "cpp"  # whose kernels are another file
 
 
 # Compiled, without a GPU ----------------------------------------------------------------------------------------------

@@ -164,7 +164,30 @@ class Check:
         if self.chosen.huge:
             outcome = self.huge()
             outcomes[outcome.case] = outcome
-        return self.note_correctness(cases, outcomes, started)
+        right = self.note_correctness(cases, outcomes, started)
+        return self.stages(limit - (self.clock.elapsed - started)) and right
+
+    def stages(self, limit: float) -> bool:
+        """Rules of several sweeps, in the seconds that are left."""
+        import torch
+        from gpu import stages
+
+        if self.chosen.kernels:
+            return True
+        done = []
+        for outcome in stages.check(torch.device(self.chosen.device), max(limit, 0.2 * self.chosen.budget)):
+            done.append(outcome)
+            if outcome.problems:
+                self.clock.say(f"FAILED {outcome.case}: {outcome.problems[0]}")
+            self.data["stages"] = {
+                "ran": len(done),
+                "of": len(stages.settings()),
+                "outcomes": [asdict(o) for o in done],
+            }
+            self.save()
+        right = sum(not o.problems for o in done)
+        self.clock.say(f"several sweeps: {right} of {len(done)} settings have the reference's bits")
+        return right == len(done)
 
     def note_correctness(self, cases: Sequence[Any], outcomes: dict[str, Any], started: float) -> bool:
         """Writes what is known so far; whether all of it is right and complete."""
@@ -314,9 +337,7 @@ class Check:
             entrants, settings = entrants[:1], settings[::9]
         if not self.dry:
             with self.pool(self.jobs) as pool:
-                jobs = [
-                    pool.submit(_compile_ahead, c.name, setting) for c in entrants for setting in (None, *settings)
-                ]
+                jobs = [pool.submit(_compile_ahead, c.name, setting) for c in entrants for setting in (None, *settings)]
                 for job in jobs:
                     job.exception(timeout=max(self.clock.left, 1.0))
             self.clock.say("launch settings: compiled")

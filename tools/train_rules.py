@@ -46,16 +46,16 @@ class Rule:
 
 RULES = (
     Rule("AdamW", "adamw", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    Rule("CAME", "came", {"lr": 1.5e-3, "weight_decay": 0.1}),
-    Rule("Adafactor", "adafactor", {"lr": 1.5e-3, "weight_decay": 0.1}),
-    Rule("LAMB", "lamb", {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+    Rule("CAME", "came", {"lr": 5e-4, "weight_decay": 0.1}),
+    Rule("Adafactor", "adafactor", {"lr": 1e-1, "weight_decay": 0.1}),
+    Rule("LAMB", "lamb", {"lr": 4e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
     Rule("StableAdamW", "stable_adamw", {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
     Rule(
         "ScheduleFreeAdamW",
         "schedule_free_adamw",
-        {"lr": 5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 30},
+        {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 30},
     ),
-    Rule("Muon", "muon", {"lr": 1e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
+    Rule("Muon", "muon", {"lr": 3e-2, "weight_decay": 0.1, "adamw_lr": 1.5e-3}, {"adamw": True}),
 )
 
 

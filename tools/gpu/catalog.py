@@ -25,7 +25,7 @@ FIRST = ("adamw", "lion", "sgd")
 class Case:
     """One setting under which a class is checked: it runs the kernels for large and for small tensors.
 
-    flags    every flag's setting
+    flags    every flag's setting, but for those that follow a parameter's shape or the step
     changed  those that differ from the default (a derived flag: from what its hyper-parameter's default gives)
     """
 
@@ -63,9 +63,15 @@ def plan_module(cls: Any, plan: str) -> ModuleType:
 
 def variants(case: Case) -> list[Variant]:
     """The variants that a case runs: for large tensors and, where there is one, for small ones."""
-    setting = dict(case.flags)
-    listed: Sequence[Variant] = plan_module(generated_class(case.cls), case.plan).VARIANTS
-    return [v for v in listed if v.param == case.param and dict(v.flags) == setting]
+    cls, setting = generated_class(case.cls), dict(case.flags)
+    listed: Sequence[Variant] = plan_module(cls, case.plan).VARIANTS
+    return [v for v in listed if v.param == case.param and dict(_setting(cls, v)) == setting and not v.stages]
+
+
+def _setting(cls: Any, variant: Variant) -> tuple[tuple[str, bool], ...]:
+    """The flags of a variant that options bring about."""
+    loose = {f.name for f in cls.FLAGS if f.shape is not None or f.every is not None}
+    return tuple((name, on) for name, on in variant.flags.items() if name not in loose)
 
 
 def cases(only: Sequence[str] = (), *, quick: bool = False) -> list[Case]:
@@ -88,7 +94,9 @@ def _cases_of(name: str) -> Iterator[Case]:
     usual = _usual(cls)
     for plan in cls.PLANS:
         listed: Sequence[Variant] = plan_module(cls, plan).VARIANTS
-        seen = {(v.param, tuple(v.flags.items())) for v in listed}
+        # Steps of several stages are checked in another way: stages.py.
+        seen = {(v.param, _setting(cls, v)) for v in listed if not v.stages}
+        seen -= {(v.param, _setting(cls, v)) for v in listed if v.stages}
         for param, flags in sorted(seen):
             changed = tuple(k if on else f"no_{k}" for k, on in flags if usual[k] != on)
             yield Case(name, cls.SPEC, plan, param, flags, changed)
@@ -96,7 +104,8 @@ def _cases_of(name: str) -> Iterator[Case]:
 
 def _usual(cls: Any) -> dict[str, bool]:
     defaults = {hyper.name: hyper.default for hyper in cls.HYPERS}
-    return {f.name: f.default if f.nonzero is None else bool(defaults[f.nonzero]) for f in cls.FLAGS}
+    own = [f for f in cls.FLAGS if f.shape is None and f.every is None]
+    return {f.name: f.default if f.nonzero is None else bool(defaults[f.nonzero]) for f in own}
 
 
 def _urgency(case: Case) -> tuple[object, ...]:
@@ -111,6 +120,8 @@ def options(case: Case, **wanted: float) -> dict[str, Any]:
     hypers = {hyper.name: hyper.default for hyper in cls.HYPERS}
     chosen: dict[str, Any] = {name: value for name, value in wanted.items() if name in hypers}
     for flag in cls.FLAGS:
+        if flag.shape is not None or flag.every is not None:
+            continue
         if flag.nonzero is None:
             chosen[flag.name] = setting.get(flag.name, flag.default)
             if chosen[flag.name] and flag.excludes is not None:

@@ -41,6 +41,8 @@ def markdown(data: Mapping[str, Any], picture: str | None) -> str:
     lines = [f"# {machine['device']}, {machine['date']}", "", _versions(machine), ""]
     if data.get("correctness"):
         lines += _correctness(data["correctness"])
+    if data.get("stages"):
+        lines += _stages(data["stages"])
     if data.get("targets"):
         lines += ["## Targets", "", *_targets(data["targets"])]
     if picture:
@@ -71,6 +73,16 @@ def _correctness(found: Mapping[str, Any]) -> list[str]:
         lines += table(["value", "worst"], rows)
     for outcome in found["failed"][:20]:
         lines += [f"- **{outcome['case']}**: {'; '.join(outcome['problems'][:3])}"]
+    return [*lines, ""]
+
+
+def _stages(found: Mapping[str, Any]) -> list[str]:
+    outcomes = found["outcomes"]
+    right = sum(not o["problems"] for o in outcomes)
+    lines = ["## Rules of several sweeps", ""]
+    whole = f"{right} of {len(outcomes)} settings have the eager reference's bits in strict maths"
+    lines += [f"{whole} ({found['of']} in all)."]
+    lines += [f"- **{o['case']}**: {'; '.join(o['problems'][:3])}" for o in outcomes if o["problems"]]
     return [*lines, ""]
 
 
