@@ -17,7 +17,7 @@ def prodigy(
     d_max=model_state(nonneg, init="d0"),
     d_numerator=model_state(),
     *,
-    lr=hyper(1.0, gt=0),
+    lr=hyper(1.0, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),

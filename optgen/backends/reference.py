@@ -194,7 +194,8 @@ def step_function(step: Step, function: str, source: str = "") -> list[str]:
         stores = first + [s for s in sweep.stores if s not in first]
         for s in _endangered(stores, sweep.lets):
             name = f"{s.buffer}_new"
-            lines["encode"].append((f"{name} = {printer.text(s.node)}", ""))
+            kept = f"{printer.text(s.node, ATOM)}.clone()" if s.node.op in ("load", "bitcast") else printer.text(s.node)
+            lines["encode"].append((f"{name} = {kept}", ""))
             printer.names[s.node.uid] = name
         lines["encode"] += [(_stored(program, s, printer), "") for s in stores]
         out += [f"    {line}" for line in assemble(lines, source)]
@@ -203,7 +204,7 @@ def step_function(step: Step, function: str, source: str = "") -> list[str]:
 
 def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
     """Stores whose expression reads what a store before them overwrites: an fp32 load is the tensor itself, no copy."""
-    bound = {let.node.uid for let in lets if let.node.op != "load"}
+    bound = {let.node.uid for let in lets if let.node.op not in ("load", "bitcast")}
     written: set[str] = set()
     found = []
     for s in stores:

@@ -29,6 +29,7 @@ def _made(
 ) -> Spec:  # fmt: skip
     """inner with more hyper-parameters, flags and states, and another function."""
     taken = {x.name for xs in (inner.hypers, inner.flags, inner.kept) for x in xs}
+    taken |= {part for h in inner.hypers for part in h.parts}
     place = locs.of_frame(sys._getframe(2))
     for own in [x.name for xs in (hypers, flags, states) for x in xs]:
         if own in taken:

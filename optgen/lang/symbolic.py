@@ -186,7 +186,10 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
             known[node.uid] = sympy.Symbol(node.attr, positive=True)
     others = set(varying.values()) - {s}
     late = _after_first_step(_expression(trace.states[state], known))
-    return _classify(spec, late, s, others)
+    try:
+        return _classify(spec, late, s, others)
+    except TypeError:  # SymPy's own, where it cannot decide a condition
+        return Recurrence("other")
 
 
 def _after_first_step(expr: sympy.Expr) -> sympy.Expr:

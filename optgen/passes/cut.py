@@ -128,6 +128,13 @@ class Levels:
         return self.of[node.uid]
 
 
+def _is_gradient(node: Node) -> bool:
+    """Whether a value is the gradient as it comes, or times a host scalar."""
+    while node.op in ("cast", "mul", "neg") and sum(a.space != spaces.host for a in node.args) == 1:
+        node = next(a for a in node.args if a.space != spaces.host)
+    return node.op == "load" and node.attr == "g"
+
+
 @dataclass
 class _Sweep:
     """A sweep as it is being put together: its roots, and what it turned out to read."""
@@ -156,7 +163,8 @@ class Cutter:
         for s in program.stores:
             if not self._is_small_store(s):
                 self.stores.setdefault(self.buffers[s.buffer].owner, []).append(s)
-        self.kept = {k.owner: k for k in program.kept}
+        # What is no more than the gradient is not worth reading back in another format.
+        self.kept = {k.owner: k for k in program.kept if not _is_gradient(k.new)}
         self.names = self._names(live)
         self.first_users = self._first_users()
 
@@ -521,6 +529,8 @@ class SmallWork:
 
     def _commit(self, sweeps: list[_Sweep]) -> None:
         """Small states are stored when nothing reads their old value any more."""
+        floors: dict[str, tuple[int, int, int]] = {}
+        keys: dict[str, tuple[int, int, str]] = {}
         for s in self.stores:
             space = self.cutter.buffers[s.buffer].space.name
             made = self.home.get(s.node.uid)
@@ -532,8 +542,23 @@ class SmallWork:
                 if any(a.op == "load" and a.attr == s.buffer for n in nodes for a in n.args):
                     same = key[2] == space
                     floor = max(floor, self._key(key) if same else (key[0], key[1] + 1, _ORDER[space]))
-            fitting = [k for k in self.rounds if k[2] == space and self._key(k) >= floor]
-            key = min(fitting, key=self._key) if fitting else (floor[0], floor[1], space)
+            floors[s.buffer] = floor
+        changed = True
+        while changed:
+            changed = False
+            for s in self.stores:
+                space = self.cutter.buffers[s.buffer].space.name
+                for other in self.stores:  # a store that hands on this one's old value
+                    handed = other.node.op == "load" and other.node.attr == s.buffer
+                    if handed and other is not s and other.buffer in keys:
+                        floors[s.buffer] = max(floors[s.buffer], self._key(keys[other.buffer]))
+                floor = floors[s.buffer]
+                fitting = [k for k in self.rounds if k[2] == space and self._key(k) >= floor]
+                key = min(fitting, key=self._key) if fitting else (floor[0], floor[1], space)
+                if keys.get(s.buffer) != key:
+                    keys[s.buffer], changed = key, True
+        for s in self.stores:
+            made, key = self.home.get(s.node.uid), keys[s.buffer]
             self.commits.setdefault(key, []).append(s)
             if made is not None and key == made and s.node.dtype is dtypes.f32:
                 self.state[s.node.uid] = s.buffer

@@ -52,7 +52,7 @@ def _square(factors: list[Node]) -> Node:
 
 def _is_sum(node: Node) -> bool:
     """Whether it adds up elements."""
-    return node.op.endswith("_sum") and node.args[0].space == spaces.elem
+    return node.op.endswith("_sum") and node.op != "model_sum" and node.args[0].space == spaces.elem
 
 
 def _count(op: str) -> Node | None:

@@ -24,7 +24,7 @@ RESERVED = {
     *"widened counter joined byte opaque".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
     *"term fold down larger".split(),
-    *"b values scalars quotient sqrt Blocks".split(),
+    *"b values scalars quotient sqrt Blocks few_sum few_max newton_schulz put".split(),
 }
 
 
@@ -57,7 +57,9 @@ def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
     holder: dict[str, int] = {}  # name -> uid of the node it currently names
     out = []
     for i, let in enumerate(sweep.lets):
-        base = let.name if let.name not in RESERVED | hosts else f"{let.name}_"
+        # Arguments of the eager reference end in _tensor, what it keeps aside in _new.
+        clear = let.name not in RESERVED | hosts and not let.name.endswith(("_tensor", "_new"))
+        base = let.name if clear else f"{let.name}_"
         name, k = base, 1
         while name in holder and last.get(holder[name], -1) > i:
             k += 1

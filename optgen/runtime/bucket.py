@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,12 +70,18 @@ class Bucket:
 
 def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> None:
     """One eager torch call per parameter: any device, strict maths."""
+    for _ in reference_calls(bucket, scalars, step_key):
+        pass
+
+
+def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Iterator[Any]:
+    """Calls the eager function for each parameter that has elements; what it returns."""
     module = plans.part(bucket.plan, "reference")
-    function: Callable[..., None] = getattr(module, bucket.variant.step_name)
+    function: Callable[..., Any] = getattr(module, bucket.variant.step_name)
     names = bucket.variant.names
     wide = {f.name for f in bucket.variant.fields if f.per == 1 and f.space == "elem"}
     for p, g, s, stream in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, strict=True):
         shape = layout.matrix_shape(bucket.variant.matrix, p.shape)
         if p.numel():
             fields = (s[name].view(shape) if name in wide else s[name] for name in names)
-            function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream)
+            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream)

@@ -188,7 +188,9 @@ class Optimizer(torch.optim.Optimizer):
             cls, shape = type(self), tuple(p.shape)
             plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
             small = p.numel() < plans.small_numel(plan)
-            if plans.variant(plan, p.dtype, small, options.flags_of(cls, group, shape)).needs_matrix:
+            usual = plans.variant(plan, p.dtype, small, options.flags_of(cls, group, shape))
+            sometimes = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
+            if usual.needs_matrix or plans.at_step(plan, usual, sometimes).needs_matrix:
                 label = state.label(p, names.get(id(p), first + i))
                 raise ValueError(
                     f"{cls.__name__}: {label} has no rows and columns, whose statistics this rule needs; "
@@ -217,8 +219,7 @@ class Optimizer(torch.optim.Optimizer):
         closure   computes the loss and the gradients anew; it runs first, and its value is returned.
         Gradients are not changed.  Errors about parameters, gradients, states and options come before any change.
         """
-        if self._trained is not None:
-            raise RuntimeError(f"{type(self).__name__}.step() in evaluation: call train() first")
+        self._refuse_in_evaluation("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -236,6 +237,7 @@ class Optimizer(torch.optim.Optimizer):
     def _sort_and_run(self) -> None:
         """A step that is not like the one before."""
         buckets = self._buckets()
+        shared.check(buckets)
         self._launcher.begin()
         prepared = []
         for bucket in buckets:
@@ -264,6 +266,7 @@ class Optimizer(torch.optim.Optimizer):
             for bucket, _, _, host in prepared:
                 if bucket.variant.model_temps:
                     bucket.finish(host)
+        if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
@@ -411,14 +414,15 @@ class Optimizer(torch.optim.Optimizer):
         that it trains); else nothing.  Until `train()` is called there is no step and no state_dict."""
         if self.evaluation is None or self._trained is not None:
             return
-        trained: dict[Tensor, Tensor] = {}
         with torch.no_grad():
-            for entry in self._entries():
-                kept = self.state.get(entry.p)
-                if kept:
-                    trained[entry.p] = entry.p.detach().clone()
-                    entry.p.copy_(evaluation.weights(type(self), entry.group, entry.p, kept))
-        self._trained = trained
+            found = [
+                (entry.p, entry.p.detach().clone(), evaluation.weights(type(self), entry.group, entry.p, kept))
+                for entry in self._entries()
+                if (kept := self.state.get(entry.p))
+            ]
+            self._trained = {p: trained for p, trained, _ in found}
+            for p, _, weights in found:
+                p.copy_(weights)
 
     def train(self) -> None:
         """Puts back the weights that `eval()` took out, bit for bit."""
@@ -431,9 +435,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's.  RuntimeError between `eval()` and `train()`: the model then holds other weights."""
-        if self._trained is not None:
-            raise RuntimeError(f"{type(self).__name__}.state_dict() in evaluation: call train() first")
+        self._refuse_in_evaluation("state_dict()")
         return super().state_dict()
+
+    def _refuse_in_evaluation(self, what: str) -> None:
+        if self._trained is not None:
+            raise RuntimeError(f"{type(self).__name__}.{what} in evaluation: call train() first")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_in_evaluation("copying")
+        found: dict[str, Any] = super().__getstate__()
+        return found
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -443,6 +455,7 @@ class Optimizer(torch.optim.Optimizer):
         The options saved with the groups win, the plan among them; only `backend` stays.  All is checked first:
         ValueError lists what does not fit, and nothing has changed.  Nothing stays shared with `state_dict`.
         """
+        self._refuse_in_evaluation("load_state_dict()")
         state_dict = checkpoint.opened(type(self), state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -461,6 +474,7 @@ class Optimizer(torch.optim.Optimizer):
 
         What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.
         """
+        self._refuse_in_evaluation("dense_state_dict()")
         numbers = {id(entry.p): entry.position for entry in self._entries()}
         groups = []
         for group in self.param_groups:
@@ -478,6 +492,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def master_weights(self) -> dict[str | int, Tensor]:
         """The weights at full precision, fp32, by name (by position where parameters have no names)."""
+        self._refuse_in_evaluation("master_weights()")
         weights: dict[str | int, Tensor] = {}
         with torch.no_grad():
             for entry in self._entries():

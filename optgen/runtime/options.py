@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import plans
-from optgen.runtime.records import Flag, Hyper, as_int, dtype_name
+from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
 
@@ -125,8 +126,9 @@ def at_step(cls: Any, group: Mapping[str, Any], step: int) -> tuple[tuple[str, b
     setting = []
     for flag in flags_declared(cls):
         if flag.every is not None:
-            interval = int(group[flag.every])
-            if interval < 1 or interval != group[flag.every]:
+            value = as_float(group[flag.every])
+            interval = int(value) if value is not None and math.isfinite(value) else 0
+            if interval < 1 or interval != value:
                 raise ValueError(f"{cls.__name__}: {flag.every} must be a whole number >= 1, got {group[flag.every]!r}")
             setting.append((flag.name, step % interval == 0))
     return tuple(setting)

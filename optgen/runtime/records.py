@@ -262,8 +262,8 @@ class Variant:
     @cached_property
     def needs_matrix(self) -> bool:
         """Whether it keeps or computes anything per row, column or matrix of the last two dimensions."""
-        spaces = {f.space for f in self.fields} | {t.space for t in self.temps}
-        return not spaces.isdisjoint({"row", "col", "mat"})
+        spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
+        return not spaces.isdisjoint({"row", "col", "mat", "call"})
 
     @property
     def kernel_name(self) -> str:

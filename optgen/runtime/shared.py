@@ -7,14 +7,15 @@ of them are the same number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, launch, plans, sums
-from optgen.runtime.bucket import Bucket
+from optgen.runtime import cpu, launch, state, sums
+from optgen.runtime.bucket import Bucket, reference_calls
 from optgen.runtime.records import Variant
 from optgen.runtime.staged import Runner
 
@@ -30,32 +31,37 @@ def runner(bucket: Bucket, tables: Any, scalars: Sequence[float], step_key: int)
 
 def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
     """In eager torch, one parameter beside the other."""
-    module = plans.part(bucket.plan, "reference")
-    function: Callable[..., Generator[Tensor, Tensor, None]] = getattr(module, bucket.variant.step_name)
-    names = bucket.variant.names
-    parts = [
-        function(p, g, *(s[name] for name in names), *scalars, step_key, stream)
-        for p, g, s, stream in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, strict=True)
-    ]
-    values = [next(part) for part in parts]
-    while True:
+    parts: list[Generator[Tensor, Tensor, None]] = list(reference_calls(bucket, scalars, step_key))
+    total: Tensor | None = None
+    for _ in bucket.variant.model_temps:
+        values = [next(part) if total is None else part.send(total.to(bucket.device)) for part in parts]
         total = yield values
-        values = []
-        for part in parts:
-            try:
-                values.append(part.send(total.to(bucket.device)))
-            except StopIteration:
-                continue
-        if not values:
-            return
+    assert total is not None
+    for part in parts:
+        with suppress(StopIteration):
+            part.send(total.to(bucket.device))
+
+
+def check(buckets: Iterable[Bucket]) -> None:
+    """RuntimeError where parameters of one step need different sums over the model, or not in one order."""
+    kinds = {b.variant.model_temps: b for b in buckets if b.variant.model_temps}
+    if len(kinds) > 1:
+        first, second = list(kinds.values())[:2]
+        raise RuntimeError(
+            f"{state.label(first.params[0], first.names[0])} needs the sums over the model "
+            f"{', '.join(first.variant.model_temps)}, but {state.label(second.params[0], second.names[0])} "
+            f"{', '.join(second.variant.model_temps)}: all groups need the same, so flags that change them must agree"
+        )
 
 
 def run(runners: Iterable[Runner]) -> None:
     """All parts of all runners; sums are taken in the order of the parameters (see sums.py)."""
     waiting = [(r, next(r)) for r in runners]
     while waiting:
-        device = waiting[0][1][0].device
-        total = sums.in_lanes(torch.stack([v.to(device).reshape(()) for _, values in waiting for v in values]))
+        each = [v for _, values in waiting for v in values]
+        total = torch.zeros(())
+        if each:
+            total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
         after = []
         for r, _ in waiting:
             try:
@@ -82,11 +88,14 @@ def begin(states: Mapping[Any, Mapping[str, Any]], new: Sequence[dict[str, Any]]
 
 
 def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -> None:
-    """Parameters that were not in the step, or have no elements, take over what the model has come to."""
+    """All parameters take over what the model has come to: what the first one in the step says.
+
+    Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
+    hyper-parameters of its own; a state of the model is one number all the same.
+    """
     live = [(b.variant, s) for b in buckets for p, s in zip(b.params, b.states, strict=True) if p.numel()]
-    stepped = {id(s) for _, s in live}
     values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
     for s in states.values():
-        if id(s) not in stepped:
-            for name in values.keys() & s.keys():
+        for name in values.keys() & s.keys():
+            if s[name] is not values[name]:
                 s[name].copy_(values[name])

@@ -13,7 +13,7 @@
 //     exp_avg_sq  4 B  f32
 //                 exact; every f32
 //   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -36,11 +36,12 @@ struct clipped_adamw_float32_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_of_g_at + i, g * g);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g * g);
         }
     }
 };
@@ -78,22 +79,20 @@ struct clipped_adamw_float32_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -110,18 +109,17 @@ struct clipped_adamw_float32_4 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -131,7 +129,7 @@ struct clipped_adamw_float32_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -139,9 +137,9 @@ struct clipped_adamw_float32_4 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -171,12 +169,13 @@ struct clipped_adamw_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, g_cast * g_cast);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
         }
     }
 };
@@ -193,18 +192,17 @@ struct clipped_adamw_bfloat16_4 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -214,7 +212,7 @@ struct clipped_adamw_bfloat16_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -224,9 +222,9 @@ struct clipped_adamw_bfloat16_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                      // bf16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -253,18 +251,17 @@ struct clipped_adamw_float16_4 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];     // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -274,7 +271,7 @@ struct clipped_adamw_float16_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -284,9 +281,9 @@ struct clipped_adamw_float16_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                   // f16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -316,11 +313,12 @@ struct clipped_adamw_float32_amsgrad_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_of_g_at + i, g * g);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g * g);
         }
     }
 };
@@ -358,22 +356,20 @@ struct clipped_adamw_float32_amsgrad_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -391,19 +387,18 @@ struct clipped_adamw_float32_amsgrad_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[5];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -413,7 +408,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -422,9 +417,9 @@ struct clipped_adamw_float32_amsgrad_4 {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -457,12 +452,13 @@ struct clipped_adamw_bfloat16_amsgrad_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, g_cast * g_cast);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
         }
     }
 };
@@ -480,19 +476,18 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[5];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -502,7 +497,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update, encode  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -513,9 +508,9 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                 // bf16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -546,19 +541,18 @@ struct clipped_adamw_float16_amsgrad_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[5];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -568,7 +562,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -579,9 +573,9 @@ struct clipped_adamw_float16_amsgrad_4 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                              // f16, nearest
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -609,7 +603,7 @@ struct clipped_adamw_float32 {
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -632,7 +626,7 @@ struct clipped_adamw_bfloat16 {
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -655,7 +649,7 @@ struct clipped_adamw_float16 {
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -679,7 +673,7 @@ struct clipped_adamw_float32_amsgrad {
         {4, ELEMENT},  // max_exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -703,7 +697,7 @@ struct clipped_adamw_bfloat16_amsgrad {
         {4, ELEMENT},  // max_exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -727,7 +721,7 @@ struct clipped_adamw_float16_amsgrad {
         {4, ELEMENT},  // max_exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

@@ -13,7 +13,7 @@
 #     exp_avg_sq  4 B  f32
 #                 exact; every f32
 #   traffic   24 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -23,18 +23,18 @@ from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reci
 
 
 @triton.jit
-def clipped_adamw_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -53,18 +53,20 @@ def clipped_adamw_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float32_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -99,63 +101,51 @@ def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float32_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, False)
+    model_min_ptr = pointer(row + 6, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    clipped_adamw_float32_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
-    )
+    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -183,7 +173,7 @@ def clipped_adamw_float32_4(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -199,45 +189,43 @@ def clipped_adamw_float32_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float32_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -256,18 +244,20 @@ def clipped_adamw_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -302,65 +292,53 @@ def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_bfloat16_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_bfloat16_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, False)
+    model_min_ptr = pointer(row + 6, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    clipped_adamw_bfloat16_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
-    )
+    clipped_adamw_bfloat16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -390,7 +368,7 @@ def clipped_adamw_bfloat16_4(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -406,45 +384,43 @@ def clipped_adamw_bfloat16_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -463,18 +439,20 @@ def clipped_adamw_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -509,65 +487,53 @@ def clipped_adamw_float16_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float16_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float16_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float16_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, False)
+    model_min_ptr = pointer(row + 6, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    clipped_adamw_float16_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
-    )
+    clipped_adamw_float16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_float16_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -595,7 +561,7 @@ def clipped_adamw_float16_4(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -611,44 +577,42 @@ def clipped_adamw_float16_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -667,18 +631,24 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -715,65 +685,54 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_amsgrad_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_float32_amsgrad_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -805,7 +764,7 @@ def clipped_adamw_float32_amsgrad_4(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -822,19 +781,17 @@ def clipped_adamw_float32_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -842,26 +799,26 @@ def clipped_adamw_float32_amsgrad_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -880,18 +837,24 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -928,57 +891,46 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_bfloat16_amsgrad_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_bfloat16_amsgrad_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -986,9 +938,9 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1022,7 +974,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -1039,19 +991,17 @@ def clipped_adamw_bfloat16_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1059,26 +1009,26 @@ def clipped_adamw_bfloat16_amsgrad_4(
             live = few < count - start
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1097,18 +1047,24 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1145,57 +1101,46 @@ def clipped_adamw_float16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float16_amsgrad_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_float16_amsgrad_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -1203,9 +1148,9 @@ def clipped_adamw_float16_amsgrad_4_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1237,7 +1182,7 @@ def clipped_adamw_float16_amsgrad_4(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -1254,19 +1199,17 @@ def clipped_adamw_float16_amsgrad_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1274,9 +1217,9 @@ def clipped_adamw_float16_amsgrad_4(
             live = few < count - start
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, True,
             )
 
 

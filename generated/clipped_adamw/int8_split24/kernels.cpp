@@ -13,7 +13,7 @@
 //     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 //                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 //   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-//   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+//   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 // clang-format off
 #include "stages.h"
 
@@ -36,11 +36,12 @@ struct clipped_adamw_float32_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_of_g_at + i, g * g);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g * g);
         }
     }
 };
@@ -78,22 +79,20 @@ struct clipped_adamw_float32_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {8, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {8, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {7, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -112,20 +111,19 @@ struct clipped_adamw_float32_4 {
         {3, -1, 2, BLOCK_OF, true, true, NONE, 3},  // exp_avg_scale
         {4, -1, 1, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];  // int16 [blocks of 64]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[6];
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[2];            // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[3];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[4];         // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];   // int16 [blocks of 64]  read and written
+        const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -135,7 +133,7 @@ struct clipped_adamw_float32_4 {
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -207,9 +205,9 @@ struct clipped_adamw_float32_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;         // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -326,11 +324,12 @@ struct clipped_adamw_float32_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_of_g_at + i, g * g);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g * g);
         }
     }
 };
@@ -368,22 +367,20 @@ struct clipped_adamw_float32_small_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {6, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {6, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {5, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -400,18 +397,17 @@ struct clipped_adamw_float32_small_4 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
-        {6, -1, 4, WHOLE, true, false, NONE, 4},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {6, -1, 4, WHOLE, true, false, NONE, 4},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];           // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];     // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[4];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[4];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -421,7 +417,7 @@ struct clipped_adamw_float32_small_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -429,9 +425,9 @@ struct clipped_adamw_float32_small_4 {
             const F exp_avg = load(exp_avg_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -461,12 +457,13 @@ struct clipped_adamw_bfloat16_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, g_cast * g_cast);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
         }
     }
 };
@@ -504,22 +501,20 @@ struct clipped_adamw_bfloat16_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {9, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {9, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {8, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -539,21 +534,20 @@ struct clipped_adamw_bfloat16_4 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[7];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];         // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
+        const float *__restrict model_min_at = (const float *)at[7];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -563,7 +557,7 @@ struct clipped_adamw_bfloat16_4 {
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -635,9 +629,9 @@ struct clipped_adamw_bfloat16_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -768,12 +762,13 @@ struct clipped_adamw_bfloat16_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, g_cast * g_cast);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
         }
     }
 };
@@ -811,22 +806,20 @@ struct clipped_adamw_bfloat16_small_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {7, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {6, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -844,19 +837,18 @@ struct clipped_adamw_bfloat16_small_4 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[5];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -868,7 +860,7 @@ struct clipped_adamw_bfloat16_small_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -895,9 +887,9 @@ struct clipped_adamw_bfloat16_small_4 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -930,21 +922,20 @@ struct clipped_adamw_float16_4 {
         {4, -1, 2, BLOCK_OF, true, true, NONE, 4},  // exp_avg_scale
         {5, -1, 1, ELEMENT, true, true, NONE, 5},  // exp_avg_sq
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
-        {9, -1, 4, WHOLE, true, false, NONE, 7},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {9, -1, 4, WHOLE, true, false, NONE, 7},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];        // uint8 [n]  read and written
-        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];           // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];     // int16 [blocks of 64]  read and written
-        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];        // uint8 [n]  read and written
-        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];  // int16 [blocks of 64]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[7];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        uint8_t *__restrict exp_avg_at = (uint8_t *)at[3];            // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_scale_at = (int16_t *)at[4];      // int16 [blocks of 64]  read and written
+        uint8_t *__restrict exp_avg_sq_at = (uint8_t *)at[5];         // uint8 [n]  read and written
+        int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];   // int16 [blocks of 64]  read and written
+        const float *__restrict model_min_at = (const float *)at[7];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -954,7 +945,7 @@ struct clipped_adamw_float16_4 {
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1026,9 +1017,9 @@ struct clipped_adamw_float16_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
                 const F g_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, step)
@@ -1175,19 +1166,18 @@ struct clipped_adamw_float16_small_4 {
         {2, -1, 1, ELEMENT, true, true, NONE, 2},  // weight_low
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[5];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1199,7 +1189,7 @@ struct clipped_adamw_float16_small_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -1234,9 +1224,9 @@ struct clipped_adamw_float16_small_4 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
@@ -1283,11 +1273,12 @@ struct clipped_adamw_float32_amsgrad_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_of_g_at + i, g * g);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g * g);
         }
     }
 };
@@ -1325,22 +1316,20 @@ struct clipped_adamw_float32_amsgrad_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {10, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {10, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {9, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -1361,7 +1350,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // max_exp_avg_sq
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // max_exp_avg_sq_range
-        {10, -1, 4, WHOLE, true, false, NONE, 8},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {10, -1, 4, WHOLE, true, false, NONE, 8},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1375,8 +1364,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];      // int16 [blocks of 64]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[6];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[7];  // int16 [blocks of 64]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[8];
+        const float *__restrict model_min_at = (const float *)at[8];     // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1386,7 +1374,7 @@ struct clipped_adamw_float32_amsgrad_4 {
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
@@ -1482,9 +1470,9 @@ struct clipped_adamw_float32_amsgrad_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -1631,11 +1619,12 @@ struct clipped_adamw_float32_amsgrad_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            store(tensor_sum_of_g_at + i, g * g);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g * g);
         }
     }
 };
@@ -1653,19 +1642,18 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         {2, -1, 4, ELEMENT, true, true, NONE, 2},  // exp_avg
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg_sq
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // max_exp_avg_sq
-        {7, -1, 4, WHOLE, true, false, NONE, 5},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {7, -1, 4, WHOLE, true, false, NONE, 5},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        float *__restrict p_at = (float *)at[0];               // float32 [n]  read and written
+        float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        float *__restrict exp_avg_at = (float *)at[2];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[3];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[4];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[5];
+        float *__restrict exp_avg_at = (float *)at[2];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[3];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[4];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[5];  // float32 [model]  read
         const F beta1(known.scalars[2]);
         const F beta2(known.scalars[3]);
         const F one_minus_lr_times_weight_decay(known.scalars[4]);
@@ -1675,7 +1663,7 @@ struct clipped_adamw_float32_amsgrad_small_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
 
         // -- elements: decode, update  (specs/clipped_adamw.py)
         for (int i = 0; i < count; i += W) {
@@ -1684,9 +1672,9 @@ struct clipped_adamw_float32_amsgrad_small_4 {
             const F max_exp_avg_sq = load(max_exp_avg_sq_at + i);
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const F p = load(p_at + i);
-            const F g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -1719,12 +1707,13 @@ struct clipped_adamw_bfloat16_amsgrad_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, g_cast * g_cast);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
         }
     }
 };
@@ -1762,22 +1751,20 @@ struct clipped_adamw_bfloat16_amsgrad_3 {
     static constexpr bool MATRICES = false, INDEXED = false;
     // column of the table, of partial results; bytes per entry, of what; read, written, reduced, from
     static constexpr Place PLACES[] = {
-        {11, -1, 4, WHOLE, false, true, NONE, 0},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {11, -1, 4, WHOLE, false, true, NONE, 0},  // model_min
         {10, -1, 4, WHOLE, true, false, NONE, 1},  // model_sum_of_g
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        // float32 [model]  written
-        float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (float *)at[0];
+        float *__restrict model_min_at = (float *)at[0];                   // float32 [model]  written
         const float *__restrict model_sum_of_g_at = (const float *)at[1];  // float32 [model]  read
-        const F max_norm(known.scalars[0]);
-        const F grad_scale_times_grad_scale(known.scalars[1]);
+        const F max_norm(known.scalars[1]);
 
         // -- elements: decode
         for (int i = 0; i < count; i += W) {
             const F model_sum_of_g = load(model_sum_of_g_at + i);
-            store(one_min_max_norm_over_model_sqrt_plus_1em06_at + i, min(F(1.0f), max_norm / (sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 9.999999974752427e-07f)));
+            store(model_min_at + i, min(F(1.0f), max_norm / (sqrt(model_sum_of_g) + 9.999999974752427e-07f)));
         }
     }
 };
@@ -1799,7 +1786,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // max_exp_avg_sq
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // max_exp_avg_sq_range
-        {11, -1, 4, WHOLE, true, false, NONE, 9},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -1814,8 +1801,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[9];
+        const float *__restrict model_min_at = (const float *)at[9];     // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -1825,7 +1811,7 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -1921,9 +1907,9 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -2084,12 +2070,13 @@ struct clipped_adamw_bfloat16_amsgrad_small_1 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         float *__restrict tensor_sum_of_g_at = (float *)at[1];  // float32 [tensor]  for tensor_sum
+        const F grad_scale_times_grad_scale(known.scalars[0]);
 
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
-            store(tensor_sum_of_g_at + i, g_cast * g_cast);
+            store(tensor_sum_of_g_at + i, grad_scale_times_grad_scale * g_cast * g_cast);
         }
     }
 };
@@ -2108,20 +2095,19 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // max_exp_avg_sq
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[6];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[5];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2133,7 +2119,7 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -2161,9 +2147,9 @@ struct clipped_adamw_bfloat16_amsgrad_small_4 {
             const U8 weight_low_code = raw(weight_low_at + i);
             const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
@@ -2201,7 +2187,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         {6, -1, 2, BLOCK_OF, true, true, NONE, 6},  // exp_avg_sq_range
         {7, -1, 1, ELEMENT, true, true, NONE, 7},  // max_exp_avg_sq
         {8, -1, 2, BLOCK_OF, true, true, NONE, 8},  // max_exp_avg_sq_range
-        {11, -1, 4, WHOLE, true, false, NONE, 9},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {11, -1, 4, WHOLE, true, false, NONE, 9},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
@@ -2216,8 +2202,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[6];      // int16 [blocks of 64]  read and written
         uint8_t *__restrict max_exp_avg_sq_at = (uint8_t *)at[7];        // uint8 [n]  read and written
         int16_t *__restrict max_exp_avg_sq_range_at = (int16_t *)at[8];  // int16 [blocks of 64]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[9];
+        const float *__restrict model_min_at = (const float *)at[9];     // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2227,7 +2212,7 @@ struct clipped_adamw_float16_amsgrad_4 {
         const F scalar_2(known.scalars[6]);
         const F scalar_3(known.scalars[7]);
         const F scalar_4(known.scalars[8]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
@@ -2323,9 +2308,9 @@ struct clipped_adamw_float16_amsgrad_4 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+                const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
                 const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
@@ -2503,20 +2488,19 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         {3, -1, 4, ELEMENT, true, true, NONE, 3},  // exp_avg
         {4, -1, 4, ELEMENT, true, true, NONE, 4},  // exp_avg_sq
         {5, -1, 4, ELEMENT, true, true, NONE, 5},  // max_exp_avg_sq
-        {8, -1, 4, WHOLE, true, false, NONE, 6},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {8, -1, 4, WHOLE, true, false, NONE, 6},  // model_min
     };
 
     OPTGEN_ONCE static void tile(char *const *at, int count, const int *live, int32_t first,
                                  int row_mask, const Known &known) {
-        uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
+        uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
-        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];  // uint8 [n]  read and written
-        float *__restrict exp_avg_at = (float *)at[3];         // float32 [n]  read and written
-        float *__restrict exp_avg_sq_at = (float *)at[4];      // float32 [n]  read and written
-        float *__restrict max_exp_avg_sq_at = (float *)at[5];  // float32 [n]  read and written
-        // float32 [model]  read
-        const float *__restrict one_min_max_norm_over_model_sqrt_plus_1em06_at = (const float *)at[6];
+        uint8_t *__restrict weight_low_at = (uint8_t *)at[2];         // uint8 [n]  read and written
+        float *__restrict exp_avg_at = (float *)at[3];                // float32 [n]  read and written
+        float *__restrict exp_avg_sq_at = (float *)at[4];             // float32 [n]  read and written
+        float *__restrict max_exp_avg_sq_at = (float *)at[5];         // float32 [n]  read and written
+        const float *__restrict model_min_at = (const float *)at[6];  // float32 [model]  read
         const int32_t step_key = known.step_key;
         const int32_t stream_key = known.stream_key;
         const F beta1(known.scalars[2]);
@@ -2528,7 +2512,7 @@ struct clipped_adamw_float16_amsgrad_small_4 {
         const F scalar_4(known.scalars[8]);
         const F scalar_5(known.scalars[9]);
         const F scalar_6(known.scalars[10]);
-        const F one_min_max_norm_over_model_sqrt_plus_1em06 = F(*one_min_max_norm_over_model_sqrt_plus_1em06_at);
+        const F model_min = F(*model_min_at);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_xor_kept[TILE / 8];
 
@@ -2564,9 +2548,9 @@ struct clipped_adamw_float16_amsgrad_small_4 {
             // f16 and 8 more bits, stochastic
             const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
             const F g_cast = g_stored;
-            const F g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06;
+            const F g_mul = g_cast * model_min;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq);
+            const F exp_avg_sq_2 = fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
@@ -2613,7 +2597,7 @@ struct clipped_adamw_float32 {
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2636,7 +2620,7 @@ struct clipped_adamw_float32_small {
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2662,7 +2646,7 @@ struct clipped_adamw_bfloat16 {
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2686,7 +2670,7 @@ struct clipped_adamw_bfloat16_small {
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2712,7 +2696,7 @@ struct clipped_adamw_float16 {
         {2, BLOCK_OF},  // exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2736,7 +2720,7 @@ struct clipped_adamw_float16_small {
         {4, ELEMENT},  // exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2763,7 +2747,7 @@ struct clipped_adamw_float32_amsgrad {
         {2, BLOCK_OF},  // max_exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2787,7 +2771,7 @@ struct clipped_adamw_float32_amsgrad_small {
         {4, ELEMENT},  // max_exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2815,7 +2799,7 @@ struct clipped_adamw_bfloat16_amsgrad {
         {2, BLOCK_OF},  // max_exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2840,7 +2824,7 @@ struct clipped_adamw_bfloat16_amsgrad_small {
         {4, ELEMENT},  // max_exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2868,7 +2852,7 @@ struct clipped_adamw_float16_amsgrad {
         {2, BLOCK_OF},  // max_exp_avg_sq_range
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {
@@ -2893,7 +2877,7 @@ struct clipped_adamw_float16_amsgrad_small {
         {4, ELEMENT},  // max_exp_avg_sq
         {4, WHOLE},  // tensor_sum_of_g
         {4, WHOLE},  // model_sum_of_g
-        {4, WHOLE},  // one_min_max_norm_over_model_sqrt_plus_1em06
+        {4, WHOLE},  // model_min
         {4, WHOLE + 8},  // partial results of tensor_sum_of_g
     };
     static constexpr Stage STAGES[] = {

@@ -13,7 +13,7 @@
 #     exp_avg_sq  1.03125 B  8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
 #                 |error| <= 0.118 root; for a block whose roots span at most 31.2 octaves; what lies further below the block's maximum reads as at most 31.1 octaves under it, what lies under 2^-63 as at most 1.5 cells more than that
 #   traffic   14.125 B per bfloat16 parameter and step: 2 sweeps
-#   maths     fast; rounding changed by: distribute, eps, fma, group, linear, nan, reciprocal, step
+#   maths     fast; rounding changed by: distribute, eps, fma, group, nan, reciprocal, step
 # fmt: off
 # ruff: noqa
 import triton
@@ -23,18 +23,18 @@ from optgen.runtime.triton_prelude import block_magnitude, block_max, block_min,
 
 
 @triton.jit
-def clipped_adamw_float32_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float32_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -53,18 +53,20 @@ def clipped_adamw_float32_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float32_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float32_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -99,57 +101,45 @@ def clipped_adamw_float32_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float32_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float32_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float32_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, False)
+    model_min_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
-    clipped_adamw_float32_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
-    )
+    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_float32_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, at,
+    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -171,9 +161,9 @@ def clipped_adamw_float32_4_tile(
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -238,7 +228,7 @@ def clipped_adamw_float32_4(
     exp_avg_scale_ptr = pointer(row + 3, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 13)
     columns = tl.load(row + 14)
     stream_key = tl.load(row + 15).to(tl.int32)
@@ -260,10 +250,9 @@ def clipped_adamw_float32_4(
             live = (lane < columns) & live_block[:, None]
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float32_4_tile(
-                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, model_min_ptr, where,
+                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -285,8 +274,7 @@ def clipped_adamw_float32_4(
                 clipped_adamw_float32_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
-                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
+                    exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -295,10 +283,9 @@ def clipped_adamw_float32_4(
         if start + TILE <= count:
             clipped_adamw_float32_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
+                before + start + at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -308,26 +295,25 @@ def clipped_adamw_float32_4(
                 clipped_adamw_float32_4_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float32_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -346,18 +332,24 @@ def clipped_adamw_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float32_small_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float32_small_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float32_small_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -392,63 +384,53 @@ def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_small_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float32_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_small_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_small_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float32_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float32_small_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 14 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, False)
+    model_min_ptr = pointer(row + 6, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     clipped_adamw_float32_small_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live,
-    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -476,7 +458,7 @@ def clipped_adamw_float32_small_4(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 6, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 11)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -492,45 +474,43 @@ def clipped_adamw_float32_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_small_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
+            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
             clipped_adamw_float32_small_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -549,18 +529,20 @@ def clipped_adamw_bfloat16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -595,57 +577,45 @@ def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_bfloat16_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_bfloat16_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, False)
+    model_min_ptr = pointer(row + 9, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
-    clipped_adamw_bfloat16_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
-    )
+    clipped_adamw_bfloat16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -671,9 +641,9 @@ def clipped_adamw_bfloat16_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -742,7 +712,7 @@ def clipped_adamw_bfloat16_4(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 14)
     columns = tl.load(row + 15)
     stream_key = tl.load(row + 16).to(tl.int32)
@@ -765,9 +735,8 @@ def clipped_adamw_bfloat16_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_bfloat16_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -791,9 +760,9 @@ def clipped_adamw_bfloat16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -801,8 +770,8 @@ def clipped_adamw_bfloat16_4(
             clipped_adamw_bfloat16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                model_min_ptr, at, at_block, at, at_block, before + start + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -813,27 +782,26 @@ def clipped_adamw_bfloat16_4(
                 clipped_adamw_bfloat16_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -852,18 +820,24 @@ def clipped_adamw_bfloat16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -900,50 +874,39 @@ def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_bfloat16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_bfloat16_small_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_bfloat16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_bfloat16_small_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -951,7 +914,7 @@ def clipped_adamw_bfloat16_small_4_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -960,9 +923,9 @@ def clipped_adamw_bfloat16_small_4_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -1002,7 +965,7 @@ def clipped_adamw_bfloat16_small_4(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 12)
     stream_key = tl.load(row + 14).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -1022,19 +985,19 @@ def clipped_adamw_bfloat16_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_bfloat16_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + odd * TILE + at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+            model_min_ptr, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1042,26 +1005,26 @@ def clipped_adamw_bfloat16_small_4(
             live = few < count - start
             clipped_adamw_bfloat16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, before + start + few, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                model_min_ptr, few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float16_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float16_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1080,18 +1043,20 @@ def clipped_adamw_float16_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float16_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, at, at, grad_scale_times_grad_scale, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1126,57 +1091,45 @@ def clipped_adamw_float16_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float16_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float16_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float16_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 17 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, False)
+    model_min_ptr = pointer(row + 9, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
-    clipped_adamw_float16_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
-    )
+    clipped_adamw_float16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
 def clipped_adamw_float16_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live, live_block, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-    step_key, stream_key, MASKED: tl.constexpr,
+    model_min_ptr, at, at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
+    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
+    MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1209,9 +1162,9 @@ def clipped_adamw_float16_4_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     g_sqrt = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -1291,7 +1244,7 @@ def clipped_adamw_float16_4(
     exp_avg_scale_ptr = pointer(row + 4, tl.int16, ALIGNED)           # int16 [blocks of 64]  read and written
     exp_avg_sq_ptr = pointer(row + 5, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 9, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 9, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 14)
     columns = tl.load(row + 15)
     stream_key = tl.load(row + 16).to(tl.int32)
@@ -1314,9 +1267,8 @@ def clipped_adamw_float16_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float16_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live, live_block, number, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, True,
+                model_min_ptr, where, block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1340,9 +1292,9 @@ def clipped_adamw_float16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1350,8 +1302,8 @@ def clipped_adamw_float16_4(
             clipped_adamw_float16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                model_min_ptr, at, at_block, at, at_block, before + start + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1362,27 +1314,26 @@ def clipped_adamw_float16_4(
                 clipped_adamw_float16_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1401,18 +1352,24 @@ def clipped_adamw_float16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float16_small_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float16_small_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float16_small_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1447,50 +1404,39 @@ def clipped_adamw_float16_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_small_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float16_small_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float16_small_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float16_small_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_float16_small_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, index, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
@@ -1498,7 +1444,7 @@ def clipped_adamw_float16_small_4_tile(
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1514,9 +1460,9 @@ def clipped_adamw_float16_small_4_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(tl.fma(scalar_4, g_mul, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg)), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_5, scalar_6)), p)
@@ -1567,7 +1513,7 @@ def clipped_adamw_float16_small_4(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read and written
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 12)
     stream_key = tl.load(row + 14).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -1587,19 +1533,19 @@ def clipped_adamw_float16_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float16_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + odd * TILE + at, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at, beta1, beta2,
-            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+            model_min_ptr, at, at, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+            scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -1607,25 +1553,25 @@ def clipped_adamw_float16_small_4(
             live = few < count - start
             clipped_adamw_float16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, before + start + few, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                model_min_ptr, few, live, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1644,18 +1590,24 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -1692,57 +1644,47 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_amsgrad_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 18 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 10, tl.float32, False)
+    model_min_ptr = pointer(row + 10, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
     clipped_adamw_float32_amsgrad_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_4_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-    max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, live,
-    live_block, index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-    scalar_2, scalar_3, scalar_4, step_key, stream_key, MASKED: tl.constexpr,
+    max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+    step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -1774,9 +1716,9 @@ def clipped_adamw_float32_amsgrad_4_tile(
     # -- update  (specs/clipped_adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -1858,7 +1800,7 @@ def clipped_adamw_float32_amsgrad_4(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 6, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 7, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 10, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 10, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 15)
     columns = tl.load(row + 16)
     stream_key = tl.load(row + 17).to(tl.int32)
@@ -1881,9 +1823,9 @@ def clipped_adamw_float32_amsgrad_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, max_exp_avg_sq_ptr,
-                max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where, block, live,
-                live_block, number, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1908,8 +1850,7 @@ def clipped_adamw_float32_amsgrad_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
+                    max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -1919,9 +1860,9 @@ def clipped_adamw_float32_amsgrad_4(
             clipped_adamw_float32_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block,
-                at, at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block, before + start + at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1932,26 +1873,27 @@ def clipped_adamw_float32_amsgrad_4(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float32_amsgrad_small_1_tile(
+    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
     # -- encode and store
-    return term(g * g, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1970,18 +1912,24 @@ def clipped_adamw_float32_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2018,65 +1966,54 @@ def clipped_adamw_float32_amsgrad_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float32_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float32_amsgrad_small_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float32_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float32_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 15 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, False)
+    model_min_ptr = pointer(row + 7, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     clipped_adamw_float32_amsgrad_small_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float32_amsgrad_small_4_tile(
-    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-    scalar_5, scalar_6, MASKED: tl.constexpr,
+    p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
+    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g = widened(get(g_ptr, at, live, MASKED))
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/clipped_adamw.py)
-    g_mul = g * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g * one_min_max_norm_over_model_sqrt_plus_1em06 * g, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g * model_min * g, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -2108,7 +2045,7 @@ def clipped_adamw_float32_amsgrad_small_4(
     exp_avg_ptr = pointer(row + 2, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 3, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)        # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 7, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 12)
     LESS: tl.constexpr = TILE // 2
     at = tl.arange(0, TILE)
@@ -2125,19 +2062,17 @@ def clipped_adamw_float32_amsgrad_small_4(
         for odd in tl.static_range(2):
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, False,
+                exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float32_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+            scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
         )
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
@@ -2145,26 +2080,26 @@ def clipped_adamw_float32_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_float32_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
+                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, True,
             )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2183,18 +2118,24 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2231,58 +2172,47 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_bfloat16_amsgrad_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, False)
+    model_min_ptr = pointer(row + 11, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
     clipped_adamw_bfloat16_amsgrad_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -2318,9 +2248,9 @@ def clipped_adamw_bfloat16_amsgrad_4_tile(
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2406,7 +2336,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 16)
     columns = tl.load(row + 17)
     stream_key = tl.load(row + 18).to(tl.int32)
@@ -2429,9 +2359,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where,
-                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2458,9 +2388,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2468,10 +2398,9 @@ def clipped_adamw_bfloat16_amsgrad_4(
             clipped_adamw_bfloat16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
+                at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2482,27 +2411,28 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_bfloat16_amsgrad_small_1_tile(
+    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2521,18 +2451,24 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2569,58 +2505,47 @@ def clipped_adamw_bfloat16_amsgrad_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_bfloat16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_bfloat16_amsgrad_small_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_bfloat16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_bfloat16_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, False)
+    model_min_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     clipped_adamw_bfloat16_amsgrad_small_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -2630,9 +2555,9 @@ def clipped_adamw_bfloat16_amsgrad_small_4_tile(
     p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = widened(g_stored)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -2676,7 +2601,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 13)
     stream_key = tl.load(row + 15).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -2698,18 +2623,17 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                max_exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at,
-                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, before + start + odd * TILE + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_bfloat16_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
@@ -2718,27 +2642,26 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live,
-                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
-                True,
+                max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2757,18 +2680,24 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -2805,58 +2734,47 @@ def clipped_adamw_float16_amsgrad_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float16_amsgrad_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 19 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, False)
+    model_min_ptr = pointer(row + 11, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
     clipped_adamw_float16_amsgrad_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_4_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at,
-    at_block, live, live_block, index, beta1, beta2, one_minus_lr_times_weight_decay,
-    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key,
-    MASKED: tl.constexpr,
+    max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, at, at_block, live, live_block, index,
+    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+    scalar_4, step_key, stream_key, MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
     exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
@@ -2899,9 +2817,9 @@ def clipped_adamw_float16_amsgrad_4_tile(
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * one_min_max_norm_over_model_sqrt_plus_1em06, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast * model_min, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend) * exp_avg_sq_value))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_range_sqrt = tl.sqrt(max_exp_avg_sq)
@@ -2998,7 +2916,7 @@ def clipped_adamw_float16_amsgrad_4(
     exp_avg_sq_range_ptr = pointer(row + 6, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     max_exp_avg_sq_ptr = pointer(row + 7, tl.uint8, ALIGNED)          # uint8 [n]  read and written
     max_exp_avg_sq_range_ptr = pointer(row + 8, tl.int16, ALIGNED)    # int16 [blocks of 64]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 11, tl.float32, ALIGNED)            # float32 [1]  read
     numel = tl.load(row + 16)
     columns = tl.load(row + 17)
     stream_key = tl.load(row + 18).to(tl.int32)
@@ -3021,9 +2939,9 @@ def clipped_adamw_float16_amsgrad_4(
             number = (block.to(tl.int32) * 64)[:, None] + tl.arange(0, 64)[None, :]
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
-                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, where,
-                block, live, live_block, number, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                max_exp_avg_sq_ptr, max_exp_avg_sq_range_ptr, model_min_ptr, where, block, live, live_block, number,
+                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, step_key, stream_key, True,
             )
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3050,9 +2968,9 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3060,10 +2978,9 @@ def clipped_adamw_float16_amsgrad_4(
             clipped_adamw_float16_amsgrad_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at_block, at, at_block, before + start + at, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
+                at_block, before + start + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3074,27 +2991,28 @@ def clipped_adamw_float16_amsgrad_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, few_blocks, live, live_block, before + start + few,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
+                    live_block, before + start + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
+def clipped_adamw_float16_amsgrad_small_1_tile(
+    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
+):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
     # -- encode and store
     g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
+    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
 ):
     """clipped_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3113,18 +3031,24 @@ def clipped_adamw_float16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
+                g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
+            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+        )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
+                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
+            )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -3161,58 +3085,47 @@ def clipped_adamw_float16_amsgrad_small_2(table, work, LANES: tl.constexpr):
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_3_values(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-    grad_scale_times_grad_scale,
-):
+def clipped_adamw_float16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
     """Values of the model."""
     model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(one_min_max_norm_over_model_sqrt_plus_1em06_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(grad_scale_times_grad_scale * model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
+    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_3_round(
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
+    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
 ):
     """All values of the model."""
-    clipped_adamw_float16_amsgrad_small_3_values(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, max_norm,
-        grad_scale_times_grad_scale,
-    )
+    clipped_adamw_float16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_3(
-    table, work, max_norm: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
+def clipped_adamw_float16_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
     row = table + 16 * tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64)
     end = tl.load(item + 2).to(tl.int64)
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, False)
+    model_min_ptr = pointer(row + 8, tl.float32, False)
     model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     clipped_adamw_float16_amsgrad_small_3_round(
-        one_min_max_norm_over_model_sqrt_plus_1em06_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm,
-        grad_scale_times_grad_scale, LANES,
+        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
 
 @triton.jit
 def clipped_adamw_float16_amsgrad_small_4_tile(
-    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr,
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, live, index, beta1, beta2,
-    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+    p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, max_exp_avg_sq_ptr, model_min_ptr, at, live,
+    index, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
     MASKED: tl.constexpr,
 ):
     """One tile."""
     # -- load and decode
     g_stored = get(g_ptr, at, live, MASKED)
-    one_min_max_norm_over_model_sqrt_plus_1em06 = tl.load(one_min_max_norm_over_model_sqrt_plus_1em06_ptr)
+    model_min = tl.load(model_min_ptr)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     max_exp_avg_sq = get(max_exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -3229,9 +3142,9 @@ def clipped_adamw_float16_amsgrad_small_4_tile(
     p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/clipped_adamw.py)
     g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * one_min_max_norm_over_model_sqrt_plus_1em06
+    g_mul = g_cast * model_min
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast * one_min_max_norm_over_model_sqrt_plus_1em06 * g_cast, one_min_max_norm_over_model_sqrt_plus_1em06, beta2 * exp_avg_sq)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast * model_min * g_cast, model_min, beta2 * exp_avg_sq)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -3286,7 +3199,7 @@ def clipped_adamw_float16_amsgrad_small_4(
     exp_avg_ptr = pointer(row + 3, tl.float32, ALIGNED)               # float32 [n]  read and written
     exp_avg_sq_ptr = pointer(row + 4, tl.float32, ALIGNED)            # float32 [n]  read and written
     max_exp_avg_sq_ptr = pointer(row + 5, tl.float32, ALIGNED)        # float32 [n]  read and written
-    one_min_max_norm_over_model_sqrt_plus_1em06_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [1]  read
+    model_min_ptr = pointer(row + 8, tl.float32, ALIGNED)             # float32 [1]  read
     numel = tl.load(row + 13)
     stream_key = tl.load(row + 15).to(tl.int32)
     LESS: tl.constexpr = TILE // 2
@@ -3308,18 +3221,17 @@ def clipped_adamw_float16_amsgrad_small_4(
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                 exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                max_exp_avg_sq_ptr + start + odd * TILE, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at,
-                before + start + odd * TILE + at, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at, before + start + odd * TILE + at, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
         clipped_adamw_float16_amsgrad_small_4_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, at, at, before + start + at,
-            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + at, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
         )
     for part in tl.static_range(TILE // LESS):
@@ -3328,10 +3240,9 @@ def clipped_adamw_float16_amsgrad_small_4(
             live = few < count - start
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, one_min_max_norm_over_model_sqrt_plus_1em06_ptr, few, live,
-                before + start + few, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key,
-                True,
+                max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + few, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
 
 

@@ -1,0 +1,277 @@
+"""Rules whose stages could get into each other's way: states handed on, sums that differ, groups that disagree.
+
+Each rule is run by the eager reference and in C++, and held to the author's own function in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import optgen
+from optgen.lang import (
+    flag,
+    hyper,
+    lookahead,
+    model_norm,
+    model_total,
+    newton_schulz,
+    norm,
+    optimizer,
+    row,
+    row_sum,
+    shape_flag,
+    sqrt,
+    state,
+    tensor_state,
+)  # fmt: skip
+from optgen.lang.spec import Spec
+
+BACKENDS = ("reference", "cpp")
+
+
+@optimizer()
+def row_history(p, g, n1=row(), n2=row(), *, lr=hyper(1e-2, ge=0), eps=hyper(1e-8, gt=0)):
+    p = p - lr * g * n2
+    n2 = n1
+    n1 = sqrt(row_sum(g * g))
+    p = p - lr * g / (n1 + 0.5 * n2 + eps)
+    return p, n1, n2
+
+
+@optimizer()
+def swapped(p, g, c=tensor_state(init=1.0), d=tensor_state(init=2.0), *, lr=hyper(1e-2, ge=0)):
+    size = norm(g)
+    p = p - lr * (c + 2 * d) * g / (1 + size)
+    old = c
+    c = d
+    d = old
+    return p, c, d
+
+
+@optimizer()
+def two_gradients(p, g, last=state(), older=state(), *, lr=hyper(1e-2, ge=0)):
+    p = p - lr * (g + 0.5 * last + 0.25 * older)
+    older = last
+    last = g
+    return p, last, older
+
+
+@optimizer()
+def last_weight(p, g, last=state(init="param"), *, lr=hyper(1e-2, ge=0)):
+    before = p
+    p = p - lr * g + 0.5 * (p - last)
+    last = before
+    return p, last
+
+
+@optimizer()
+def named_like_arguments(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
+    g_tensor = g / (norm(g) + 1e-8)
+    few_sum = norm(m)
+    m = 0.9 * m + g_tensor
+    p = p - lr * m / (norm(m) + few_sum + 1e-8) - lr * g
+    return p, m
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", [row_history, swapped, two_gradients, last_weight, named_like_arguments])
+def test_states_that_are_handed_on_keep_their_old_value(spec: Spec, backend: str) -> None:
+    draw = torch.Generator().manual_seed(3)
+    start = torch.randn(40, 70, generator=draw)
+    p = torch.nn.Parameter(start.clone())
+    opt = optgen.compile(spec, plan="fp32")([p], plan="fp32", backend=backend)
+    exact, states = start.double(), None
+    for t in range(1, 5):
+        g = torch.randn(40, 70, generator=draw)
+        p.grad = g.clone()
+        opt.step()
+        exact, states, _ = spec.evaluate(exact, g.double(), t, states)
+    # A few dozen roundings of terms no larger than the weight; a swapped state would be off by percents of a step.
+    assert (p.detach() - exact).abs().max() <= 64 * 2.0**-24 * exact.abs().max()
+    for name, value in states.items():
+        kept = opt.state[p][name].double()
+        assert (kept - value).abs().max() <= 64 * 2.0**-24 * value.abs().max(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_differs_between_groups_stays_inside_a_sum_over_the_model(backend: str) -> None:
+    """`maximize` turns one group's gradients round before they are summed with the other's."""
+    cls = optgen.compile("prodigy", plan="fp32")
+    draw = torch.Generator().manual_seed(5)
+    start = [torch.randn(20, 30, generator=draw), torch.randn(50, generator=draw)]
+    steps = [[torch.randn(w.shape, generator=draw) for w in start] for _ in range(6)]
+
+    def walk(turned: bool) -> tuple[list[torch.Tensor], set[float]]:
+        a, b = (torch.nn.Parameter(w.clone()) for w in start)
+        opt = cls([{"params": [a]}, {"params": [b], "maximize": turned}], plan="fp32", backend=backend, d0=1e-3)
+        for first, second in steps:
+            a.grad, b.grad = first.clone(), (-second if turned else second).clone()
+            opt.step()
+        return [a.detach(), b.detach()], {float(s["d"]) for s in opt.state.values()}
+
+    (plain, d), (turned, e) = walk(False), walk(True)
+    assert len(d) == len(e) == 1
+    assert d == e
+    assert all(torch.equal(x, y) for x, y in zip(plain, turned, strict=True))
+
+
+@optimizer()
+def wide_or_not(p, g, m=state(), *, lr=hyper(1e-2, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    m = 0.9 * m + g
+    if wide:
+        p = p - lr * m / (model_total(abs(m)) + 1e-8)
+        p = p - lr * g / (model_norm(g) + 1e-8)
+    else:
+        p = p - lr * g / (model_norm(g) + 1e-8)
+        p = p - lr * m / (sqrt(model_norm(g * m)) + model_total(abs(m)) + 1e-8)
+    return p, m
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_need_other_sums_are_refused_before_anything_changes(backend: str) -> None:
+    params = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(5))]
+    opt = optgen.compile(wide_or_not, plan="fp32")(params, plan="fp32", backend=backend)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="all groups need the same"):
+        opt.step()
+    assert all(torch.equal(p.detach(), torch.ones_like(p)) for p in params)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_over_the_model_take_convolutions_and_nothing(backend: str) -> None:
+    """A matrix of the first dimension, and a tensor without elements."""
+    from optgen.lang import clipped
+    from specs.muon import muon
+
+    params = [torch.nn.Parameter(torch.randn(s)) for s in ((4, 3, 5, 2), (0, 3), (7,))]
+    before = [p.detach().clone() for p in params]
+    opt = optgen.compile(clipped(muon), plan="fp32")(params, plan="fp32", backend=backend)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    assert all(p.isfinite().all() for p in params)
+    assert not torch.equal(params[0].detach(), before[0])
+
+
+def test_one_number_for_the_model_whatever_its_groups_say() -> None:
+    cls = optgen.compile("prodigy", plan="fp32")
+    params = [torch.nn.Parameter(torch.randn(6, 5)) for _ in range(3)]
+    groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.1}, {"params": params[2:], "d0": 1e-5}]
+    opt = cls(groups, plan="fp32", d0=1e-3)
+    for k in range(5):
+        for p in params:
+            p.grad = None if p is params[2] and k < 2 else torch.randn_like(p)
+        opt.step()
+        assert len({float(s["d"]) for s in opt.state.values()}) == 1
+
+
+def test_a_wrapper_sees_the_names_of_tuples_parts() -> None:
+    @optimizer()
+    def inner(p, g, m=state(), *, lr=hyper(1e-2, ge=0), betas=hyper((0.1, 0.9), ge=0, lt=1)):
+        alpha, beta = betas
+        m = beta * m + alpha * g
+        p = p - lr * m
+        return p, m
+
+    with pytest.raises(optgen.base.errors.UserError, match="alpha"):
+        lookahead(inner)
+
+
+def averaging(plan: str = "fp32") -> tuple[list[torch.nn.Parameter], Any]:
+    params = [torch.nn.Parameter(torch.randn(70, 80)), torch.nn.Parameter(torch.randn(9))]
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    opt = optgen.compile("schedule_free_sgd", plan=plan)(groups, plan=plan, lr=0.1)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        opt.step()
+    return params, opt
+
+
+def test_nothing_is_copied_or_loaded_while_other_weights_are_in_the_model() -> None:
+    _, opt = averaging()
+    saved = opt.state_dict()
+    opt.eval()
+    for refused in (
+        lambda: copy.deepcopy(opt),
+        lambda: pickle.dumps(opt),
+        lambda: opt.load_state_dict(saved),
+        opt.dense_state_dict,
+        opt.master_weights,
+    ):
+        with pytest.raises(RuntimeError, match="call train"):
+            refused()
+    opt.train()
+    opt.load_state_dict(copy.deepcopy(opt).state_dict())
+
+
+def test_an_evaluation_that_fails_leaves_every_weight() -> None:
+    params, opt = averaging()
+    trained = [p.detach().clone() for p in params]
+    opt.param_groups[1]["momentum"] = 0.0
+    with pytest.raises(ValueError, match="momentum"):
+        opt.eval()
+    assert all(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
+
+
+@optimizer()
+def orthogonal_everywhere(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
+    m = 0.9 * m + g
+    p = p - lr * newton_schulz(m)
+    return p, m
+
+
+@optimizer()
+def rows_at_times(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), sync=flag(every="k")):
+    if sync:
+        p = p - lr * g / (sqrt(row_sum(g * g)) + 1e-8)
+    else:
+        p = p - lr * g
+    return p
+
+
+@pytest.mark.parametrize("spec", [orthogonal_everywhere, rows_at_times])
+def test_vectors_are_refused_where_any_step_needs_a_matrix(spec: Spec) -> None:
+    cls = optgen.compile(spec, plan="fp32")
+    cls([torch.nn.Parameter(torch.ones(3, 2))], plan="fp32")
+    with pytest.raises(ValueError, match="rows and columns"):
+        cls([torch.nn.Parameter(torch.ones(3))], plan="fp32")
+
+
+@optimizer()
+def skips_spikes(p, g, m=state(), s=tensor_state(), *, lr=hyper(1e-2, ge=0)):
+    n = norm(g)
+    m = where(n > s + 1.0, m, 0.9 * m + g)
+    s = 0.9 * s + 0.1 * n
+    p = p - lr * m
+    return p, m, s
+
+
+@optimizer()
+def near_gradient(p, g, prev=state(), *, lr=hyper(1e-2, ge=0)):
+    n = norm(g + 0.5 * (g - prev))
+    prev = g
+    p = p - lr * g / (n + 1e-8)
+    return p, prev
+
+
+def test_the_gradient_is_not_read_back_in_8_bits() -> None:
+    """A state that is the gradient itself may be stored early; the step goes on with the gradient."""
+    cls = optgen.compile(near_gradient, plan="int8")
+    p = torch.nn.Parameter(torch.zeros(80, 70))
+    g = torch.randn(80, 70)
+    p.grad = g.clone()
+    cls([p], plan="int8", backend="reference", lr=1.0).step()
+    exact = -g.double() / ((1.5 * g.double()).norm() + 1e-8)
+    assert (p.detach() - exact).abs().max() <= 32 * 2.0**-24 * exact.abs().max()
+
+
+def test_rules_that_choose_by_a_norm_compile_under_every_kind_of_plan() -> None:
+    for plan in ("fp32", "int8_split24", "bf16_sr"):
+        assert optgen.compile(skips_spikes, plan=plan)
