@@ -28,7 +28,8 @@ from optgen.lang import (
     sqrt,
     state,
     tensor_state,
-)  # fmt: skip
+    where,
+)
 from optgen.lang.spec import Spec
 
 BACKENDS = ("reference", "cpp")
