@@ -69,12 +69,8 @@ def drive(bucket: Bucket, room: Workspace, scalars: Sequence[float], kernels: Ca
             _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
         else:
             for name in part.temps:
-                at = room.offsets[position[name]]
-                # Nothing is computed for a tensor without elements: its room holds the total of the step before.
-                total = yield [
-                    room.memory[k] if p.numel() else room.memory.new_zeros(())
-                    for p, k in zip(bucket.params, at, strict=True)
-                ]
+                at = [k for _, k in _with_elements(bucket, room.offsets[position[name]])]
+                total = yield [room.memory[k] for k in at]
                 for k in at:
                     room.memory[k] = total
 
@@ -85,13 +81,23 @@ def run(runner: Runner) -> None:
         raise AssertionError("a sum over the model is taken together with the other buckets")
 
 
+def _with_elements(bucket: Bucket, column: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """Parameters that have elements, each with its entry of a column of the room, which may leave out the others.
+
+    Nothing is computed for a tensor without elements: its room would hold the total of the step before.
+    """
+    live = [p for p in bucket.params if p.numel()]
+    if len(column) == len(live):
+        return list(zip(live, column, strict=True))
+    return [(p, at) for p, at in zip(bucket.params, column, strict=True) if p.numel()]
+
+
 def _call(bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float]) -> None:
     """A function of whole matrices of every tensor, in place."""
     function: Callable[..., Tensor] = getattr(matrices, stage.kernel)
     names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
     given = [scalars[names.index(x)] if isinstance(x, str) else x for x in stage.given]
-    for p, at in zip(bucket.params, room.offsets[temp], strict=True):
-        if p.numel():
-            x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()]
-            x = x.view(layout.matrix_shape(bucket.variant.matrix, p.shape))
-            x.copy_(function(x, *given))
+    for p, at in _with_elements(bucket, room.offsets[temp]):
+        x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()]
+        x = x.view(layout.matrix_shape(bucket.variant.matrix, p.shape))
+        x.copy_(function(x, *given))
