@@ -92,10 +92,12 @@ def tuned(tuning: Tuning) -> Iterator[None]:
     """Steps made inside launch kernels that way, in every optimizer of the process: for measuring defaults."""
     global _tuning
     before, _tuning = _tuning, tuning
+    replay.tunings += 1
     try:
         yield
     finally:
         _tuning = before
+        replay.tunings += 1
 
 
 @functools.cache
@@ -357,42 +359,63 @@ class Launcher:
         return launches
 
 
+def made(bucket: Bucket, tables: Tables) -> replay.Made:
+    """A bucket's step, as it can be made again."""
+    if tables.table is not None:
+        return replay.Made(bucket, tables.table)
+    shapes, streams, columns = tables.signature
+    table = cpu.table(rows(columns, shapes, streams), len(bucket.variant.names))
+    return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None)
+
+
 def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:
     """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
+    if not bucket.variant.is_simple:
+        staged.run(runner(bucket, tables, scalars, step_key))
+        return
+    starter(bucket, tables)(scalars, step_key)
+    torch.autograd.graph.increment_version(bucket.params)
+
+
+def starter(bucket: Bucket, tables: Tables) -> replay.Start:
+    """The launches of a bucket's step, which is one stretch of kernels; keeps none of its tensors."""
     import triton.language as tl
 
     kernels = plans.part(bucket.plan, "triton_kernels")
-    variant = bucket.variant
+    variant, device, tuning, plan = bucket.variant, bucket.device, _tuning, tables.staged
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
-    if tables.staged is not None:
-        told = functools.partial(_limits, kernels, bucket.device)
-        if not bucket.variant.is_simple:
-            staged.run(runner(bucket, tables, scalars, step_key))
-            return
-        with guard(bucket.device):
-            stages.run(tables.staged, kernels, grad, scalars, step_key, told)
-        torch.autograd.graph.increment_version(bucket.params)
-        return
+    if plan is not None:
+        told = functools.partial(_limits, kernels, device)
+
+        def staged_kernels(scalars: Sequence[float] | control.Control, step_key: int) -> None:
+            with guard(device):
+                stages.run(plan, kernels, grad, scalars, step_key, told)
+
+        return staged_kernels
     kernel: Any = getattr(kernels, variant.kernel_name)
-    per_item = _tuning.sizes(kernels, variant.kernel_name)[1]
-    options = _tuning.options(kernels, variant.kernel_name, bucket.device)
+    options = tuning.options(kernels, variant.kernel_name, device)
     tile = {"TILE": options.pop("TILE")} if "TILE" in options else {}
+    constants: dict[str, Any] = {"GRAD": grad, "TILES": tuning.sizes(kernels, variant.kernel_name)[1], **tile}
     which = range(variant.host_for(True)[1])
-    with guard(bucket.device):
-        for launch in tables.launches:
-            control.start(
-                kernel,
-                launch.work.shape[0],
-                (launch.table, launch.work),
-                scalars,
-                which,
-                step_key,
-                {"GRAD": grad, "TILES": per_item, "RAGGED": launch.ragged, "ALIGNED": launch.aligned, **tile},
-                num_warps=_tuning.warps,
-                enable_fp_fusion=False,
-                **options,
-            )
-    torch.autograd.graph.increment_version(bucket.params)
+    launches = tables.launches
+
+    def kernel_of_all(scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        with guard(device):
+            for launch in launches:
+                control.start(
+                    kernel,
+                    launch.work.shape[0],
+                    (launch.table, launch.work),
+                    scalars,
+                    which,
+                    step_key,
+                    constants | {"RAGGED": launch.ragged, "ALIGNED": launch.aligned},
+                    num_warps=tuning.warps,
+                    enable_fp_fusion=False,
+                    **options,
+                )
+
+    return kernel_of_all
 
 
 def runner(

@@ -276,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
-        if scaler is not None or not self._replay.again(self.param_groups, self.state):
+        if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
                 self._sort_and_run(scaler)
 
@@ -314,10 +314,9 @@ class Optimizer(torch.optim.Optimizer):
         self._counts = {id(x): x for b in buckets for x in (b.step, *b.host) if isinstance(x, Tensor)}
         if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
-        self._replay.keep(
-            type(self), self.param_groups, self.state,
-            [(bucket, tables.table if tables else None) for bucket, tables, *_ in prepared],
-        )  # fmt: skip
+        if all(ready.tables is not None for ready in prepared):
+            made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
+            self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
     def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""

@@ -60,8 +60,10 @@ def _truths(*given: Truth) -> list[Tensor]:
 
 def divide(a: Scalar, b: Scalar) -> Scalar:
     """a / b; x / 0 is an infinity and 0 / 0 is NaN."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a / b
+    if isinstance(a, Tensor):
+        return a / _like(b, a)
+    if isinstance(b, Tensor):
+        return _like(a, b) / b
     try:
         return a / b
     except ZeroDivisionError:
@@ -110,5 +112,5 @@ def log(x: Scalar) -> Scalar:
 def floor(x: Scalar) -> Scalar:
     """The integer at or below x, as a float; infinities and NaN stay."""
     if isinstance(x, Tensor):
-        return x.floor()
+        return x.floor() + 0.0  # no negative zero, as of an int
     return float(math.floor(x)) if math.isfinite(x) else x
