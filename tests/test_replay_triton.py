@@ -16,7 +16,7 @@ from optgen.runtime import Optimizer, control, launch, replay
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow"),
-    pytest.mark.skipif(replay.probe() is None, reason="no C++ compiler, or a torch without DLPack's table of functions"),
+    pytest.mark.skipif(replay.probe() is None, reason="no C++ compiler, or torch lacks DLPack's functions"),
 ]
 
 SHAPES = [(3, 5), (7,), (), (0,), (4, 6)]

@@ -123,9 +123,8 @@ class Group:
         self._read(group)
 
     def _read(self, group: Mapping[str, Any]) -> None:
-        self.hypers = {}
-        if not self.counted:  # else read on the device
-            self.hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.cls.HYPERS}  # may raise
+        hypers = () if self.counted else self.cls.HYPERS  # counted on a device: read there (`on`)
+        self.hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in hypers}  # may raise
         self.values = tuple(group.values())
         self.sign = -1.0 if group["maximize"] else 1.0
         self.seed = group["seed"]
