@@ -349,8 +349,8 @@ OTHER_WORDS = {
 """Where the error is another than torch's: what torch only warns of is an error here, and Muon has no such argument."""
 
 ALLOWED = ("foreach", "capturable", "Tensor", "decoupled_weight_decay", "only support 2D parameters", "0 < eta1")
-"""Errors of torch's own implementations, which are not here: such arguments are accepted.  Muon gives AdamW to what is no
-matrix; the two factors of Rprop have one range."""
+"""Errors of torch's own implementations, which are not here: such arguments are accepted.  Muon gives AdamW to what is
+no matrix; the two factors of Rprop have one range."""
 
 
 @pytest.mark.parametrize(
