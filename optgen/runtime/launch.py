@@ -418,9 +418,7 @@ def starter(bucket: Bucket, tables: Tables) -> replay.Start:
     return kernel_of_all
 
 
-def runner(
-    bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int
-) -> staged.Runner:
+def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     import triton.language as tl
 

@@ -494,9 +494,7 @@ class Optimizer(torch.optim.Optimizer):
         control.check_calls(variant, room)
         return step
 
-    def _host_scalars(
-        self, bucket: Bucket, scaler: control.Scaler | None
-    ) -> tuple[list[float], tuple[float, ...]]:
+    def _host_scalars(self, bucket: Bucket, scaler: control.Scaler | None) -> tuple[list[float], tuple[float, ...]]:
         """(scalars rounded to fp32, new host states in fp64) of a bucket, computed in fp64."""
         group, variant = self.param_groups[bucket.group], bucket.variant
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}

@@ -253,9 +253,7 @@ class Replay:
         self.grads: list[Tensor | None] = []
         self.entries: list[dict[str, Any] | None] = []
 
-    def again(
-        self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None
-    ) -> bool:
+    def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None) -> bool:
         """Make the step, if it is like the last one; False, and nothing has changed, if not.
 
         ValueError where a hyper-parameter is out of its range; nothing has changed then either.
