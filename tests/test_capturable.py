@@ -280,6 +280,27 @@ def test_a_number_given_as_a_tensor_is_read_at_every_step() -> None:
     assert everything(sides[0]) == everything(sides[1])
 
 
+@pytest.mark.parametrize("who", [{0}, {0, 1}, {1}])
+def test_parameters_that_miss_a_step_are_not_counted(who: set[int]) -> None:
+    """One tensor counts several parameters for as long as they step together."""
+    sides = []
+    for capturable in (False, True):
+        opt = trained(AdamW, 1, plan="fp32", capturable=capturable, decouple_lr=True)
+        params = params_of(opt)
+        for step in range(1, 4):
+            give(params, step)
+            if step == 2:
+                for k in who:
+                    params[k].grad = None
+            opt.step()
+        sides.append(opt)
+    assert everything(sides[0]) == everything(sides[1])
+    opt = sides[1]
+    counts = [opt.state[p]["step"] for p in params_of(opt)]
+    assert [x.item() for x in counts] == [3 if k in who else 4 for k in range(3)]
+    assert len({id(x) for x in counts}) == 2
+
+
 # -- copies and checkpoints -----------------------------------------------------------------------------------------
 
 COPIES: dict[str, Callable[[Optimizer], Optimizer]] = {

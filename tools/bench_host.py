@@ -3,8 +3,8 @@
 Every contender steps over the tensors of a model, each of a few elements, and what its kernels would do is left out:
 generated optimizers are stepped with their launches stubbed (Triton) or over tensors of eight elements (C++), torch's
 foreach and fused implementations over tensors of eight elements.  Contenders take turns; the figures are medians of the
-CPU time of the thread, which other work on the machine disturbs little.  No GPU takes part, and Triton's own launcher
-is left out.
+CPU time of the thread; other work on the machine, which shares its caches, makes them longer than the least that was
+seen.  No GPU takes part, and Triton's own launcher is left out.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def stub() -> None:
 
 
 def measure(count: int, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """(name -> milliseconds per step in every round, name -> why it is missing)."""
+    """(name -> milliseconds of every step, name -> why it is missing)."""
     running: dict[str, torch.optim.Optimizer] = {}
     missing: dict[str, str] = {}
     for name, make in contenders().items():
@@ -91,10 +91,10 @@ def measure(count: int, rounds: int, steps: int) -> tuple[dict[str, list[float]]
     gc.disable()
     for _ in range(rounds):
         for name, opt in running.items():
-            began = time.thread_time()
             for _ in range(steps):
+                began = time.thread_time_ns()
                 opt.step()
-            times[name].append((time.thread_time() - began) / steps * 1e3)
+                times[name].append((time.thread_time_ns() - began) / 1e6)
         gc.collect()
     gc.enable()
     return times, missing
@@ -112,6 +112,7 @@ def main() -> int:
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
         "python": platform.python_version(),
         "processor": processor(),
+        "cores": os.cpu_count(),
         "target_ms": TARGET,
         "models": {},
     }
@@ -122,10 +123,11 @@ def main() -> int:
         data["models"][name] = {
             "missing": missing,
             "contenders": {
-                key: {"median_ms": round(statistics.median(found), 4), "best_ms": round(min(found), 4)}
+                key: {"median_ms": round(statistics.median(found), 4), "least_ms": round(min(found), 4)}
                 for key, found in times.items()
             },
         }
+    data["load"] = round(os.getloadavg()[0], 1)
     text = markdown(data)
     print(text)
     if chosen.out:
@@ -148,15 +150,16 @@ def markdown(data: dict[str, Any]) -> str:
         "# Host time of a step",
         "",
         "What `opt.step()` costs the host beside its kernels, on a CPU: CPU time of the thread over tensors of eight",
-        "elements, the launches of Triton kernels stubbed; medians of rounds in which the contenders take turns, and",
-        f"the best round (`python tools/bench_host.py`). {data['processor']}, Python {data['python']}, {versions}.",
+        "elements, the launches of Triton kernels stubbed; the median and the least of steps taken in turns with the",
+        f"other contenders (`python tools/bench_host.py`). {data['processor']} of {data['cores']} cores",
+        f"with a load of {data['load']} (processes that want one), Python {data['python']}, {versions}.",
     ]
     for name, found in data["models"].items():
         base = found["contenders"].get("torch AdamW, foreach", {}).get("median_ms")
-        lines += ["", f"## {name}", "", "| | ms per step | best round | of torch's foreach |", "|---|---|---|---|"]
+        lines += ["", f"## {name}", "", "| | ms, median | ms, least | of torch's foreach |", "|---|---|---|---|"]
         for key, x in found["contenders"].items():
             ratio = f"{x['median_ms'] / base:.3f}" if base else ""
-            lines.append(f"| {key} | {x['median_ms']:.3f} | {x['best_ms']:.3f} | {ratio} |")
+            lines.append(f"| {key} | {x['median_ms']:.3f} | {x['least_ms']:.3f} | {ratio} |")
         lines += [f"| {key} | not here: {why} | | |" for key, why in found["missing"].items()]
     return "\n".join(lines) + "\n"
 

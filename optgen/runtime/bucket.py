@@ -25,6 +25,7 @@ class Bucket:
     step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
                    is the first to be counted there starts with numbers (`move_count`)
     counted        whether steps are counted on the device (see control.py)
+    left           the tensor that counted them so far, where it goes on counting for others only
     params, grads  as the user holds them until `localize`, then contiguous
     kernel         of the C++ backend: its compiled function
     written        (the user's tensor, the contiguous copy that the step writes)
@@ -39,6 +40,7 @@ class Bucket:
     step: int | Tensor
     host: tuple[float, ...] | tuple[Tensor, ...]
     counted: bool = False
+    left: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[state.State] = field(default_factory=list)
@@ -46,6 +48,11 @@ class Bucket:
     names: list[str | int] = field(default_factory=list)
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kernel: Callable[..., int] | None = None
+
+    @property
+    def first(self) -> tuple[Tensor, str | int]:
+        """A parameter and its name, for errors."""
+        return self.params[0], self.names[0]
 
     def localize(self) -> None:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""
@@ -62,9 +69,15 @@ class Bucket:
         for p, s, name in zip(self.params, self.states, self.names, strict=True):
             state.check(self.variant, p, s, name)
 
-    def move_count(self) -> None:
-        """The count of steps and the host states go to the device; the states take them over in `finish_counted`."""
-        if not isinstance(self.step, Tensor):
+    def move_count(self, alone: bool) -> None:
+        """The count of steps and the host states go to the device; the states take them over in `finish_counted`.
+
+        alone   whether nobody else is counted by the same tensor; else the bucket takes copies
+        """
+        if isinstance(self.step, Tensor) and not alone:
+            self.left, self.step = self.step, self.step.clone()
+            self.host = tuple(x.clone() for x in self.host if isinstance(x, Tensor))
+        elif not isinstance(self.step, Tensor):
             self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
             self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
 

@@ -10,8 +10,8 @@ One tensor counts the steps of all parameters that step together: their states h
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from optgen.runtime import keys
 from optgen.runtime.records import HostFunction, Variant
 from optgen.runtime.scalars import Scalar
+
+if TYPE_CHECKING:
+    from optgen.runtime.bucket import Bucket
 
 
 def capturing() -> bool:
@@ -53,6 +56,40 @@ class Scaler(NamedTuple):
     def factor(self, sign: float) -> float:
         """What gradients are multiplied with; reads the scale."""
         return sign if self.scale is None else sign / float(self.scale.item())
+
+
+class Counters:
+    """The tensors that count steps, or hold host states, and how many parameters share each.
+
+    What stands in a state and is none of these was put there by somebody else, and is read by the host.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int]] = {}
+
+    def knows(self, x: object) -> bool:
+        found = self._known.get(id(x))
+        return found is not None and found[0] is x
+
+    def shared_by(self, x: object) -> int:
+        return self._known[id(x)][1] if self.knows(x) else 0
+
+    def take(self, buckets: Iterable[Bucket]) -> None:
+        """After a step of these buckets."""
+        for bucket in buckets:
+            if bucket.left is not None and self.knows(bucket.left):
+                rest = self.shared_by(bucket.left) - len(bucket.params)
+                self._known[id(bucket.left)] = (bucket.left, rest)
+        for bucket in buckets:
+            for x in (bucket.step, *bucket.host):
+                if isinstance(x, Tensor):
+                    self._known[id(x)] = (x, len(bucket.params))
+
+    def forget(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Drops what no state holds any more, once there is much of it."""
+        if len(self._known) > 64 and len(self._known) > 8 * len(states):
+            held = {id(x) for entry in states.values() for x in entry.values()}
+            self._known = {key: value for key, value in self._known.items() if key in held}
 
 
 class Control:

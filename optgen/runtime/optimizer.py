@@ -158,7 +158,7 @@ class Optimizer(torch.optim.Optimizer):
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._launcher = launch.Launcher()
         self._replay = replay.Keeper()
-        self._counts: dict[int, Tensor] = {}
+        self._counters = control.Counters()
         self._trained: dict[Tensor, Tensor] | None = None
 
     @property
@@ -311,7 +311,8 @@ class Optimizer(torch.optim.Optimizer):
                     ready.finish()
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
-        self._counts = {id(x): x for b in buckets for x in (b.step, *b.host) if isinstance(x, Tensor)}
+        self._counters.take(buckets)
+        self._counters.forget(self.state)
         if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
         if all(ready.tables is not None for ready in prepared):
@@ -328,7 +329,10 @@ class Optimizer(torch.optim.Optimizer):
             tables = self._launcher.prepare(bucket)
         if bucket.counted:
             assert tables is not None
-            bucket.move_count()
+            alone = self._counters.shared_by(bucket.step) == len(bucket.params)
+            if not alone and control.capturing():
+                raise control.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
+            bucket.move_count(alone)
             room = tables.scalars_on(bucket)
             return Ready(bucket, tables, room, 0, self._count(bucket, room, scaler))
         assert not isinstance(bucket.step, Tensor)
@@ -347,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
         buckets: dict[tuple[object, ...], Bucket] = {}
         fresh: list[tuple[Bucket, int]] = []
         position = 0
-        states, dtypes, counts, capturing = self.state, self._dtypes, self._counts, control.capturing()
+        states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, control.capturing()
         for number, group in enumerate(self.param_groups):
             chosen: dict[tuple[torch.dtype, torch.device], Choice] = {}
             names, start = group.get("param_names"), position
@@ -371,11 +375,11 @@ class Optimizer(torch.optim.Optimizer):
                 entry = states.get(p)
                 step: Any = entry.get("step") if entry else None
                 host: Any = variant.host_start
-                counted = choice.counted is not False and isinstance(step, Tensor) and counts.get(id(step)) is step
+                counted = choice.counted is not False and isinstance(step, Tensor) and knows(step)
                 if counted and host:
                     assert entry is not None
                     host = tuple([entry.get(n) for n in variant.host_names])
-                    counted = all(x is not None and counts.get(id(x)) is x for x in host)
+                    counted = all(map(knows, host))
                 ready = counted  # by tensors, which are not looked at
                 if not counted:
                     if capturing:
