@@ -24,7 +24,10 @@ REFUSED = {
     "capturable": "host scalars would be frozen into a CUDA graph",
 }
 
-FOREIGN = frozenset({"params", "backend", *IGNORED, *REFUSED})
+OWN = frozenset({"plan", "backend", "seed", "format"})
+"""Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
+
+FOREIGN = frozenset({"params", "backend", "format", *IGNORED, *REFUSED})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -141,7 +144,7 @@ def _nonzero(value: Any) -> bool:
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
     known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
-    known += ["maximize", "plan", "seed", "backend"]
+    known += ["maximize", *sorted(OWN)]
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":
             continue
