@@ -42,7 +42,7 @@ OUTSIDE: dict[str, set[str]] = {
     "lower": set(),
     "verify": {"sympy", "torch", "numpy", "hypothesis"},
     "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click"},
-    "runtime": {"torch", "triton"},
+    "runtime": {"torch", "triton", "safetensors"},
     "cast": {"torch"},
     "__main__": set(),
     "optim": set(),

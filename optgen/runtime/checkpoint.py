@@ -86,13 +86,14 @@ def read(
     _known_ids(order, saved_state, misfits)
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
-    for group in merged:
+    for group, saved_group in zip(merged, saved_groups, strict=True):
+        own = "plan" in saved_group  # else of torch.optim or another package
         arena = _arena(cls, group, [p for p in group["params"] if saved_state.get(order[id(p)])])
         for i, p in enumerate(group["params"]):
             entry = saved_state.get(order[id(p)])
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if entry:
-                made = _load_one(cls, group, p, entry, name, misfits, arena, loaded.rounded)
+                made = _load_one(cls, group, p, entry, name, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
             elif p.requires_grad and (not present or present.get(p)):
@@ -225,11 +226,12 @@ def _load_one(
     p: Tensor,
     entry: Any,
     name: object,
+    own: bool,
     misfits: Misfits,
     arena: Arena,
     rounded: list[tuple[Tensor, Tensor]],
 ) -> state.State | None:
-    """A state for p made of a checkpoint's entry; None where it is empty or was found not to fit."""
+    """A state for p made of a checkpoint's entry (`own`: of this package); None where it is empty or does not fit."""
     where = state.label(p, name if isinstance(name, (str, int)) else str(name))
     if not isinstance(entry, Mapping):
         misfits.add(f"{where}: expected a dict of states, got {entry!r}")
@@ -239,12 +241,12 @@ def _load_one(
         return None
     try:
         plan_name, plan, variant = select(cls, group, p)
-        exact = foreign.weight(found, p, group.get("master_bytewidth"))
-        found = foreign.dense(found, variant.states, tuple(p.shape))
+        exact = None if own else foreign.weight(found, p, group.get("master_bytewidth"))
+        found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
-    dense = is_dense(variant, p, found)
+    dense = not own and is_dense(variant, p, found)
     before = len(misfits.lines)
     where = f"{where}, plan {plan_name}"
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys

@@ -112,14 +112,15 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
 def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int) -> None:
     """RuntimeError where the state does not belong to (variant, p)."""
     found = list(problems(variant, p, state))
-    if found and all(isinstance(state.get(f.name), Tensor) and state[f.name].device != p.device for f in variant.fields):
-        where = {str(state[f.name].device) for f in variant.fields}
+    if not found:
+        return
+    where = {str(t.device) for f in variant.fields if isinstance(t := state.get(f.name), Tensor)}
+    if where and str(p.device) not in where:
         raise RuntimeError(
             f"{label(p, name)} was moved to {p.device} after its states were made on {', '.join(sorted(where))}: "
             f"opt.load_state_dict(opt.state_dict()) brings them there"
         )
-    if found:
-        raise RuntimeError(
-            f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
-            f"flag?): {'; '.join(found)}"
-        )
+    raise RuntimeError(
+        f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
+        f"flag?): {'; '.join(found)}"
+    )
