@@ -138,7 +138,7 @@ def write(path: Path_, content: Mapping[str, Any]) -> None:
     path = Path(path)
     plain = _plain(content, "")
     write_to = _write_safetensors if path.suffix == ".safetensors" else _write_zip
-    with _instead_of(path) as file:
+    with instead_of(path) as file:
         write_to(file, plain)
 
 
@@ -174,7 +174,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 @contextmanager
-def _instead_of(path: Path) -> Iterator[IO[bytes]]:
+def instead_of(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes the place of `path` when the block ends well; else it is deleted."""
     made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -245,6 +245,23 @@ def load_torch(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
+    return found
+
+
+def has_checksum(path: Path) -> bool:
+    """Whether the file ends as those of `save_checkpoint` do."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - COMMENT))
+        return file.read().startswith(MARK)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of any safetensors file."""
+    package = _safetensors()
+    try:
+        found: dict[str, Tensor] = package.torch.load_file(path)
+    except package.SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
     return found
 
 
