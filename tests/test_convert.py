@@ -107,6 +107,38 @@ def test_to_another_dtype_and_back_costs_no_bit(tmp_path: Path) -> None:
     assert bits(other.state_dict()) == bits(model.state_dict())
 
 
+def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
+    """Each group's options go over, its own plan is replaced; weights come from another file, under their names."""
+    model = cast_model(Net(), torch.bfloat16)
+    named = list(model.named_parameters())
+    groups = [{"params": named[:1], "lr": 0.3}, {"params": named[1:], "plan": "split32", "seed": 4, "amsgrad": True}]
+    opt = AdamW(groups, plan="int8_split24")
+    train(opt, range(2))
+    a, b, w = (str(tmp_path / f"{x}.pt") for x in "abw")
+    save_checkpoint(a, opt)
+    torch.save(model.state_dict(), w)
+    with pytest.raises(UserError, match="the weights are not in it"):
+        convert(a, b, to="fp32_master")
+    torch.save({k: v.float() for k, v in model.state_dict().items()}, tmp_path / "wide.pt")
+    with pytest.raises(UserError, match="'w' is float32, its state was made for bfloat16"):
+        convert(a, b, to="fp32_master", weights=str(tmp_path / "wide.pt"))
+    convert(a, b, to="fp32_master", weights=w)
+    other = Net(1).bfloat16()
+    others = list(other.named_parameters())
+    again = AdamW([{"params": others[:1]}, {"params": others[1:]}])
+    load_checkpoint(b, again, other)
+    assert [(g["lr"], g["seed"], g["amsgrad"], g["plan"]) for g in again.param_groups] == [
+        (0.3, 0, False, "fp32_master"), (1e-3, 4, True, "fp32_master"),
+    ]  # fmt: skip
+    assert bits(again.master_weights()) == bits(opt.master_weights())
+    assert bits(again.dense_state_dict()["state"]) == bits(opt.dense_state_dict()["state"])
+    torch.save(opt.state_dict(), a)  # bare, as torch.save users write it
+    with pytest.raises(UserError, match="it keeps low bits of weights"):
+        convert(a, b, to="fp32_master", spec="adamw")
+    convert(a, b, to="torch", spec="adamw", weights=w)
+    assert bits(torch.load(b, weights_only=True)["state"]) == bits(opt.dense_state_dict()["state"])
+
+
 def test_states_of_rows_and_columns(tmp_path: Path) -> None:
     model = nn.Linear(64, 70, bias=False).bfloat16()
     opt = CAME(model.named_parameters(), plan="int8_split24")

@@ -299,7 +299,7 @@ def _parameters(
         names += list(given) if given is not None else [None] * len(group["params"])
     if isinstance(about, Mapping):
         rows = zip(names, about["parameters"], strict=True)
-        made = [Parameter(n, one["key"], tuple(one["shape"]), dtype_of(one["dtype"])) for n, one in rows]
+        made = [Parameter(n, one["key"] or n, tuple(one["shape"]), dtype_of(one["dtype"])) for n, one in rows]
     else:
         made = [Parameter(n, n, *_shown(entries[i])) for i, n in enumerate(names)]
         low = any(str(key).startswith("weight_") for entry in entries.values() for key in entry)
@@ -318,6 +318,9 @@ def _parameters(
             raise _refuse(file, f"the weights have no {p.key!r}", "give the weights of the model that was trained")
         if p.shape is not None and tuple(value.shape) != p.shape:
             raise _refuse(file, f"the weight {p.key!r} is {list(value.shape)}, its state {list(p.shape)}")
+        if isinstance(about, Mapping) and value.dtype != p.dtype:
+            why = f"the weight {p.key!r} is {dtype_name(value.dtype)}, its state was made for {dtype_name(p.dtype)}"
+            raise _refuse(file, why, "give the weights in the dtype that they were trained in")
         p.shape, p.dtype, p.weight = tuple(value.shape), value.dtype, value
     return made
 
@@ -360,10 +363,10 @@ def _tensor(p: Parameter) -> nn.Parameter:
 def _decode_own(found: Source, rule: str, saved: Mapping[str, Any], entries: Any, file: Path) -> None:
     cls = _class(rule)
     params = [_tensor(p) for p in found.parameters]
-    opt = cls(_grouped(found, params), plan=saved["param_groups"][0]["plan"])
     try:
+        opt = cls(_grouped(found, params), plan=saved["param_groups"][0]["plan"])
         opt.load_state_dict(saved)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise _refuse(file, str(error)) from error
     known = opt.dense_state_dict()["state"]
     full = list(opt.master_weights().values()) if all(p.weight is not None for p in found.parameters) else []

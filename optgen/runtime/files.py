@@ -88,8 +88,19 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
             raise
         for p, kept in zip(_parameters(optimizer), content["waiting"], strict=True):
             if kept is not None and p not in optimizer.state:
-                setattr(p, low_bits.ATTRIBUTE, kept)
-    return content["extra"]
+                setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
+    return _in_memory(content["extra"])
+
+
+def _in_memory(value: Any) -> Any:
+    """Copies of tensors that are still in the file."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {k: _in_memory(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_in_memory(v) for v in value)
+    return value
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -158,7 +169,10 @@ def _plain(value: Any, where: str) -> Any:
     """The value with parameters as tensors and mappings as dicts; TypeError for what weights_only would refuse."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise TypeError(f"{where or 'the checkpoint'}: expected a plain tensor, got {type(value).__name__}")
+            raise TypeError(
+                f"{where or 'the checkpoint'}: expected a plain tensor, got {type(value).__name__} "
+                f"(sharded tensors are for torch.distributed.checkpoint)"
+            )
         return value.detach()
     if isinstance(value, Mapping):
         return {k: _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
@@ -322,7 +336,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
     if "optgen" not in metadata:
         raise CheckpointError(f"{path} is no optgen checkpoint")
-    if metadata.get("sha256") != _digest(metadata["optgen"], tensors):
+    rest = {k: v for k, v in metadata.items() if k not in ("optgen", "sha256")}
+    if rest != {"format": "pt"} or metadata.get("sha256") != _digest(metadata["optgen"], tensors):
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
     found = _unlisted(json.loads(metadata["optgen"]), tensors)
     assert isinstance(found, dict)
