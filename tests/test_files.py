@@ -21,7 +21,7 @@ from torch import nn
 
 from optgen import cast_model, load_checkpoint, save_checkpoint
 from optgen.optim import AdamW, Lion
-from optgen.runtime import files, low_bits
+from optgen.runtime import checkpoint, files, low_bits, plans
 from optgen.runtime.files import CheckpointError
 
 KINDS = ["run.pt", "run.safetensors"]
@@ -116,7 +116,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     save_checkpoint(path, opt, model)
     whole = path.read_bytes()
     drawn = random.Random(0)
-    places = [*(drawn.randrange(len(whole)) for _ in range(200)), *range(0, 2000, 9), *range(len(whole) - 200, len(whole))]
+    places = [drawn.randrange(len(whole)) for _ in range(200)]
+    places += [*range(0, 2000, 9), *range(len(whole) - 200, len(whole))]
     before = everything(model, opt)
     for place in places:
         broken = bytearray(whole)
@@ -148,7 +149,7 @@ def test_every_shortened_file_is_refused(tmp_path: Path, name: str) -> None:
     save_checkpoint(path, opt, model)
     whole = path.read_bytes()
     before = everything(model, opt)
-    for length in [*range(0, len(whole), 997), *range(len(whole) - 120, len(whole))]:
+    for length in [*range(0, len(whole), 1999), *range(len(whole) - 120, len(whole), 5)]:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             load_checkpoint(path, opt, model)
@@ -261,6 +262,29 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert not torch.equal(bare.embed.weight, model.embed.weight)
 
 
+def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same fields, another curve: nothing but the numbers shows it."""
+    model, opt = ready()
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, opt, model)
+    variant, plan = next(
+        (v, plan)
+        for _, plan, v in (checkpoint.select(AdamW, opt.param_groups[0], p) for p in opt.param_groups[0]["params"])
+        if v.codec_name.endswith("bfloat16")
+    )
+    codec, name = plans.part(plan, "reference"), f"{variant.codec_name}_decode"
+    present = getattr(codec, name)
+
+    def another(*stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {k: v * 1.01 if k == "exp_avg_sq" else v for k, v in present(*stored).items()}
+
+    monkeypatch.setattr(codec, name, another)
+    before = everything(model, opt)
+    with pytest.raises(ValueError, match=r"exp_avg_sq was saved as .* it is not the plan that the checkpoint was made"):
+        load_checkpoint(path, opt, model)
+    assert everything(model, opt) == before
+
+
 def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path) -> None:
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)
@@ -340,12 +364,15 @@ def write(number):
         model.weight.fill_(number % 128)
     save_checkpoint(path, opt, model, number)
 
+write(0)
 start = time.perf_counter()
 write(0)
 once = time.perf_counter() - start
 drawn = random.Random(1)
-seen, interrupted = 0, 0
-for run in range(runs):
+seen = interrupted = run = 0
+while run < runs or interrupted < runs // 2:  # most of a save is no writing
+    run += 1
+    assert run < 20 * runs
     child = os.fork()
     if not child:
         number = seen
@@ -375,18 +402,18 @@ def kill_while_saving(path: Path, runs: int) -> tuple[int, int]:
     return int(written), int(interrupted)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_killed_while_saving(tmp_path: Path, name: str) -> None:
+def test_killed_while_saving(tmp_path: Path) -> None:
     """SIGKILL at any time leaves a file that loads: the old one, or a whole new one."""
-    written, interrupted = kill_while_saving(tmp_path / name, 12)
-    assert written > 3  # some saves were finished,
-    assert interrupted > 3  # others not
+    written, interrupted = kill_while_saving(tmp_path / "run.pt", 8)
+    assert written > 0  # some saves were finished,
+    assert interrupted >= 4  # others not
 
 
 @pytest.mark.slow
-def test_killed_two_hundred_times_while_saving(tmp_path: Path) -> None:
-    _, interrupted = kill_while_saving(tmp_path / "run.pt", 200)
-    assert interrupted > 100
+@pytest.mark.parametrize("name", KINDS)
+def test_killed_two_hundred_times_while_saving(tmp_path: Path, name: str) -> None:
+    _, interrupted = kill_while_saving(tmp_path / name, 200)
+    assert interrupted >= 100
 
 
 def test_low_bits_in_the_file_are_not_shared(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def verify(path: str, spec: str | None = None) -> Checked:
     except UserError as error:
         found.unchecked.append(f"the codes of its states: {error.message}; name the rule with --spec")
         return found
-    _states(cls, about, saved, found)
+    _states(cls, content, found)
     return found
 
 
@@ -114,8 +114,9 @@ def _nan(where: str, values: object, found: Checked) -> None:
                 found.findings.append(f"{where}: {key}: {wrong} of {value.numel()} are NaN")
 
 
-def _states(cls: Any, about: Mapping[str, Any], saved: Mapping[str, Any], found: Checked) -> None:
+def _states(cls: Any, content: Mapping[str, Any], found: Checked) -> None:
     """Every state against the formats of its plan, as loading would."""
+    about, saved = content["about"], content["optimizer"]
     params = [torch.empty(one["shape"], dtype=dtype_of(one["dtype"])) for one in about["parameters"]]
     for p in params:
         p.requires_grad_()
@@ -130,6 +131,7 @@ def _states(cls: Any, about: Mapping[str, Any], saved: Mapping[str, Any], found:
     try:
         with torch.no_grad():
             checkpoint.read(cls, groups, saved, {p: {} for p in params})  # as if none had a state: no warning of such
+        found.findings += files.misread(cls, cls([torch.zeros(1, requires_grad=True)]).defaults, content)
     except ValueError as error:
         found.findings += [line.strip() for line in str(error).splitlines()[1:]]
 
@@ -467,7 +469,7 @@ def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> di
                 if value is old or (isinstance(value, Tensor) and _one(value, old)):
                     model[key] = q.detach()
         rows.append({"key": p.key if known else None, "shape": list(q.shape), "dtype": dtype_name(q.dtype)})
-    about = {"class": cls.__name__, "spec": cls.SPEC, "parameters": rows}
+    about = {**files.about(opt, None), "parameters": rows}
     saved = opt.state_dict()
     waiting = [None if q in opt.state else q.__dict__.get(low_bits.ATTRIBUTE) for q in params]
     _write(target, {

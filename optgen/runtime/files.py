@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
 import secrets
 import struct
@@ -24,10 +25,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import low_bits, plans
+from optgen.runtime import checkpoint, layout, low_bits, plans
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.optimizer import Optimizer
-from optgen.runtime.state import describe
+from optgen.runtime.records import dtype_of
+from optgen.runtime.state import describe, problems
 
 VERSION = 1
 """Of the file's own structure; what is in the optimizer's part has a version of its own (checkpoint.py)."""
@@ -54,7 +56,7 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     """
     content = {
         "optgen_checkpoint": VERSION,
-        "about": _about(optimizer, model),
+        "about": about(optimizer, model),
         "optimizer": optimizer.state_dict(),
         "model": None if model is None else dict(model.state_dict()),
         "waiting": _waiting(optimizer),
@@ -75,6 +77,9 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     name = plans.generated_class(type(optimizer)).__name__
     if content["about"]["class"] != name:
         misfits.add(f"expected a checkpoint of {name}, got one of {content['about']['class']}")
+    else:
+        for line in misread(type(optimizer), optimizer.defaults, content):
+            misfits.add(line)
     if model is not None:
         _compare(model, content["model"], misfits)
     misfits.stop()
@@ -107,7 +112,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
+def about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
     """What tools need to read the optimizer's part without it: its class, and what its parameters are."""
     generated = plans.generated_class(type(optimizer))
     keys = {} if model is None else {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
@@ -115,7 +120,70 @@ def _about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
         {"key": keys.get(id(p)), "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
         for p in _parameters(optimizer)
     ]
-    return {"class": generated.__name__, "spec": generated.SPEC, "parameters": parameters}
+    return {
+        "class": generated.__name__, "spec": generated.SPEC, "parameters": parameters,
+        "readings": _readings(optimizer),
+    }  # fmt: skip
+
+
+READ = 64
+"""At least so many elements of a state have their values in a file, beside their codes."""
+
+
+def _readings(optimizer: Optimizer) -> list[list[Any]]:
+    """[position, state, its first values]: what codes mean at present, of the smallest parameter of each kernel."""
+    smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor]] = {}
+    position = -1
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            position += 1
+            if optimizer.state.get(p) and p.numel():
+                _, plan, variant = checkpoint.select(type(optimizer), group, p)
+                key = plan, variant
+                if key not in smallest or p.numel() < smallest[key][0]:
+                    smallest[key] = p.numel(), position, group, p
+    found = []
+    for _, at, options, p in smallest.values():
+        values = _decoded(type(optimizer), options, p, optimizer.state[p])
+        found += [[at, name, numbers] for name, numbers in values.items()]
+    return found
+
+
+def _decoded(cls: type, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The first values of every state that is kept in codes; nothing where the state does not fit the plan."""
+    _, plan, variant = checkpoint.select(cls, group, p)
+    coded = [name for name in variant.states if not variant.is_plain(name)]  # element-wise, all of them
+    if not coded or any(problems(variant, p, kept)):
+        return {}
+    with torch.no_grad():
+        values = layout.first(plan, variant, p, kept, coded, READ)
+    return {name: values[name].reshape(-1)[:READ].tolist() for name in coded}
+
+
+def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+    """Which states would be read as other numbers than they were when they were saved: the plan of that name has
+    become another one since.  What does not fit it in shape is left to loading."""
+    facts, saved = content["about"], content["optimizer"]
+    rows = [(group, number) for group in saved["param_groups"] for number in group["params"]]
+    lines = []
+    for at, name, values in facts["readings"]:
+        old_group, number = rows[at]
+        group, entries = checkpoint.migrated(old_group, {number: saved["state"].get(number, {})})
+        one = facts["parameters"][at]
+        p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
+        try:
+            now = _decoded(cls, {**defaults, **group}, p, entries[number]).get(name, values)
+        except (TypeError, ValueError):  # no such plan, or not for this dtype
+            continue
+        # Far more than machines differ by, far less than the codes of one curve differ from those of another.
+        for old, new in zip(values, now, strict=True):
+            if not (math.isclose(old, new, rel_tol=2**-12) or (math.isnan(old) and math.isnan(new))):
+                lines.append(
+                    f"parameter {at}: {name} was saved as {old:.6g}, and plan {group['plan']!r} reads it as {new:.6g}: "
+                    f"it is not the plan that the checkpoint was made with"
+                )
+                break
+    return lines
 
 
 def _waiting(optimizer: Optimizer) -> list[Any]:

@@ -172,3 +172,17 @@ def decode(
         for name in elements:
             piece.of(out[name], shape, 1).copy_(made[name])
     return out
+
+
+def first(
+    plan: ModuleType, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str], least: int
+) -> dict[str, Tensor]:
+    """The first values of what `decode` gives for element-wise states: 1-D, whole blocks of the first row that make up
+    `least` elements, or the row.  For p with elements."""
+    function: Callable[..., Mapping[str, Tensor]] = getattr(
+        plans.part(plan, "reference"), f"{variant.codec_name}_decode"
+    )
+    piece = Piece(0, 1, 0, min(grid(p.shape)[1], -(-least // variant.block) * variant.block), True)
+    stored = [piece.of(state[f.name], p.shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
+    made = function(piece.of(p.detach(), p.shape, 1).contiguous(), *stored)
+    return {name: made[name] for name in wanted}
