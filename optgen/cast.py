@@ -83,10 +83,16 @@ def _cast(tensor: Tensor, dtype: torch.dtype, low_bits: bool) -> None:
         exact = tensor.data if kept is None else kept
         tensor.data = exact.to(dtype)
         bits.drop(tensor)
-        if low_bits and isinstance(tensor, nn.Parameter) and tensor.requires_grad and exact.dtype == torch.float32:
+        if low_bits and isinstance(tensor, nn.Parameter) and tensor.requires_grad and _has_bits(exact):
             bits.keep(tensor, exact)
     if grad is not None:
         tensor.grad = grad.to(dtype)
+
+
+def _has_bits(exact: Tensor) -> bool:
+    """Whether a weight has low bits that can be kept: fp32 numbers in memory of its own."""
+    plain = type(exact) is Tensor and exact.layout is torch.strided and not exact.is_meta
+    return plain and exact.dtype == torch.float32
 
 
 class _In:

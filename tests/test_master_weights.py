@@ -155,6 +155,16 @@ def test_a_cast_that_no_optimizer_meets() -> None:
     assert all(low_bits.ATTRIBUTE not in p.__dict__ for p in off.parameters())
 
 
+def test_models_without_numbers_are_cast_too() -> None:
+    with torch.device("meta"):
+        model = Net()
+    assert cast_model(model, torch.bfloat16).body.weight.dtype == torch.bfloat16
+    assert low_bits.ATTRIBUTE not in model.body.weight.__dict__
+    model = cast_model(Net(), torch.bfloat16, keep=["body"])
+    assert low_bits.ATTRIBUTE not in model.body.weight.__dict__
+    assert low_bits.ATTRIBUTE in model.embed.weight.__dict__
+
+
 def through_pickle(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
