@@ -23,6 +23,7 @@ from optgen.runtime import (
     memory,
     options,
     plans,
+    release,
     replay,
     shared,
     state,
@@ -121,6 +122,7 @@ class Optimizer(torch.optim.Optimizer):
         self._launcher = launch.Launcher()
         self._replay = replay.Keeper()
         self._trained: dict[Tensor, Tensor] | None = None
+        self._release: release.Release | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -161,6 +163,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
+        if self._release is not None:
+            self._release.attach()
 
     def _admit(self, p: Tensor) -> None:
         """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""
@@ -224,7 +228,10 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        if self._release is None:
+            self._update()
+        else:
+            self._release.step()
         return loss
 
     @_disable_dynamo
@@ -406,6 +413,44 @@ class Optimizer(torch.optim.Optimizer):
         host, count = variant.host_for(bucket.backend != "reference")
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
+
+    # -- gradient release -----------------------------------------------------------------------------
+
+    def release_gradients(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        accumulate: int = 1,
+        accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
+        clip: float | None = None,
+        clip_by: release.ClipBy = "norm",
+    ) -> release.Release:
+        """From now on each parameter is updated within backward, when its gradient is complete, which is then freed.
+
+        model        only its parameters; None: all of this optimizer's
+        accumulate   micro-batches whose gradients are summed before an update
+        accumulator  keeps that sum in place of p.grad: GradientSum of a plan, or anything that makes one for a list of
+                     one parameter; None: p.grad, as torch sums
+        clip         largest norm or value of a parameter's gradient; None: no clipping
+        clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the
+                     norm over all parameters at the step before (at the first step, of each parameter)
+
+        The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
+        steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
+        and FSDP1.  A GradScaler is refused by the first `step()` it makes.
+        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
+        """
+        self._refuse_in_evaluation("release_gradients()")
+        self._release = release.Release(
+            self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
+        )
+        return self._release
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; sums of micro-batches that are kept elsewhere go with the gradients."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.discard()
 
     # -- evaluation -----------------------------------------------------------------------------------
 
