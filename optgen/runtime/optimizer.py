@@ -429,8 +429,8 @@ class Optimizer(torch.optim.Optimizer):
 
         model        only its parameters; None: all of this optimizer's
         accumulate   micro-batches whose gradients are summed before an update
-        accumulator  keeps that sum in place of p.grad: GradientSum of a plan, or anything that makes one for a list of
-                     one parameter; None: p.grad, as torch sums
+        accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch
+                     sums
         clip         largest norm or value of a parameter's gradient; None: no clipping
         clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the
                      norm over all parameters at the step before (at the first step, of each parameter)

@@ -141,8 +141,8 @@ class Release:
             raise ValueError(f"{owner}: accumulate must be a whole number >= 1, got {accumulate!r}")
         if accumulator is not None and (count == 1 or not callable(accumulator)):
             raise ValueError(
-                f"{owner}: accumulator must be a class of sums such as optgen.compile('gradient_sum', 'int8'), with "
-                f"accumulate >= 2; got {accumulator!r} and accumulate={count}"
+                f"{owner}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
+                f"like it, with accumulate >= 2; got {accumulator!r} and accumulate={count}"
             )
         self._check_clip(owner, clip, clip_by)
         if model is not None and not isinstance(model, nn.Module):
@@ -195,11 +195,9 @@ class Release:
         kinds = tuple(kind for kind in found if isinstance(kind, type))
         wrappers: list[Any] = [] if self._model is None else [m for m in self._model.modules() if isinstance(m, kinds)]
         if not wrappers and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Anybody may have wrapped the model, before or since: this is looked for once.
             ours = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             everything = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
             wrappers = [m for m in everything if any(id(p) in ours for p in m.parameters())]
-            self._looked = True
         if wrappers:
             raise NotImplementedError(
                 f"{type(self.optimizer).__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "
@@ -240,8 +238,9 @@ class Release:
             one = self._ones.get(id(p))
             if one is None or p.grad is None:
                 return
-            if not self._looked:
+            if not self._looked:  # the model may have been wrapped since
                 self._refuse_wrappers()
+                self._looked = True
             one = self._current(one)
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
@@ -414,8 +413,8 @@ class Sums:
         self._keeper = keeper = make([p])
         if not isinstance(getattr(keeper, "SPEC", None), str) or len(keeper.param_groups) != 1:
             raise TypeError(
-                f"release_gradients: accumulator must make a generated optimizer, such as GradientSum, "
-                f"got {keeper!r:.80}"
+                f"release_gradients: accumulator must make a generated optimizer, as optgen.accumulate."
+                f"accumulator('int8') does, got {keeper!r:.80}"
             )
         group = keeper.param_groups[0]
         variant = refuse_sums(keeper, group, p, name)
