@@ -36,20 +36,23 @@ class Model(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(folder: Path | str, steps: int, *, resume: Path | str | None = None, **options: Any) -> tuple[Model, Path]:
-    """(the trained model, its checkpoint); `options` go to the Trainer."""
+def fit(folder: Path | str, steps: int, *, resume: Path | str | None = None, **options: Any) -> Model:
+    """The trained model; step4.ckpt, step8.ckpt ... are in the folder.  `options` go to the Trainer."""
     model = Model()
     given = dict(
         accelerator="auto" if torch.cuda.is_available() else "cpu", devices=1, max_steps=steps, max_epochs=-1,
-        gradient_clip_val=1.0, default_root_dir=folder, logger=False, enable_checkpointing=False,
+        gradient_clip_val=1.0, default_root_dir=folder, logger=False,
+        callbacks=[
+            lightning.pytorch.callbacks.ModelCheckpoint(
+                folder, "step{step}", every_n_train_steps=4, save_top_k=-1, auto_insert_metric_name=False
+            )
+        ],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer = lightning.Trainer(**(given | options))
     data = torch.utils.data.DataLoader(torch.arange(64).repeat(4), batch_size=64)
     trainer.fit(model, data, ckpt_path=resume, weights_only=True)
-    checkpoint = Path(folder) / f"step{steps}.ckpt"
-    trainer.save_checkpoint(checkpoint)
-    return model, checkpoint
+    return model
 
 
 def main() -> None:
@@ -58,8 +61,8 @@ def main() -> None:
     parser.add_argument("--folder", default="lightning_out")
     parser.add_argument("--resume", help="a checkpoint to go on from")
     given = parser.parse_args()
-    _, checkpoint = fit(given.folder, given.steps, resume=given.resume)
-    print(checkpoint)
+    model = fit(given.folder, given.steps, resume=given.resume)
+    print(sorted(Path(given.folder).glob("*.ckpt")), int(model.seen), "batches")
 
 
 if __name__ == "__main__":
