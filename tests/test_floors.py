@@ -127,11 +127,14 @@ def test_room(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "torchtitan"}
+
+
 @pytest.mark.parametrize(
     ("folder", "rooms", "packages"),
     [
         ("specs", {"lang", "formats"}, {"specs"}),
-        ("examples", {"lang", "formats"}, set()),
+        ("examples", {"lang", "formats", "optim", "accumulate"}, FRAMEWORKS),
         ("generated", {"runtime"}, {"torch", "triton", "generated"}),
     ],
 )

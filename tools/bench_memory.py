@@ -52,13 +52,18 @@ class Meter:
         import torch
 
         self.cuda = torch.cuda.is_available()
+        self.again()
+        self.start = torch.cuda.memory_allocated() if self.cuda else resident("VmRSS")
+
+    def again(self) -> None:
+        """Forget the largest so far."""
+        import torch
+
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            self.start = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the largest so far is forgotten
-            self.start = resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def peak(self) -> int:
         import torch
@@ -101,14 +106,18 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     train(*prepare(2, 128), 2)  # kernels are compiled, libraries loaded
     meter = Meter()
     model, optimizer = prepare(layers, width)
-    train(model, optimizer, steps)
+    train(model, optimizer, 1)
+    first = meter.peak()  # states are made in it
+    meter.again()
+    train(model, optimizer, steps - 1)
+    later = meter.peak()
     numel = layers * width * width
     kept = EXACT[way] if way in EXACT else optimizer.memory().per_element
     kept += 2 if way in ("ordinary", "accumulated") else 0  # gradients in bf16
     kept += 1 + 2 / 64 if sums is not None else 0  # a byte, and two for each block of 64
     return {
-        "way": way, "parameters": numel, "steps": steps, "device": str(device), "peak": meter.peak(),
-        "per_parameter": meter.peak() / numel, "counted": kept, "largest_layer": width * width / numel,
+        "way": way, "parameters": numel, "steps": steps, "device": str(device), "first": first / numel,
+        "per_parameter": later / numel, "counted": kept,
     }  # fmt: skip
 
 
@@ -130,13 +139,15 @@ def table(rows: Sequence[dict[str, Any]], name: str, versions: str) -> Iterator[
     first = rows[0]
     where = "torch.cuda.max_memory_allocated" if first["device"] == "cuda" else "largest resident set"
     yield f"# Peak memory of training steps: {name}\n"
-    yield f"{first['parameters']:,} parameters, {first['steps']} steps, the first one included; {where}; {versions}.\n"
-    yield "| | peak, bytes per parameter | counted |"
-    yield "|---|---|---|"
+    yield f"{first['parameters']:,} parameters; {where}, above that before the model was made; {versions}.\n"
+    yield "| bytes per parameter | peak of a step | of the first step | counted |"
+    yield "|---|---|---|---|"
     for row in rows:
-        yield f"| {WAYS[row['way']]} | {row['per_parameter']:.2f} | {row['counted']:.2f} |"
-    yield "\n*Counted*: weights, gradients and states, without what a step needs for a moment.  Written by"
-    yield "`tools/bench_memory.py`."
+        peaks = f"{row['per_parameter']:.2f} | {row['first']:.2f}"
+        yield f"| {WAYS[row['way']]} | {peaks} | {row['counted']:.2f} |"
+    yield "\n*Counted*: weights, states, and gradients where they wait for the step.  The rest is the gradients of one"
+    yield "layer and some tens of megabytes whatever the model, for temporaries and buffers of libraries; in the first"
+    yield "step also what it takes to make the states.  Written by `tools/bench_memory.py`."
 
 
 def machine() -> str:
@@ -166,7 +177,8 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     rows = []
     for way in options.ways:
         rows.append(run(way, options.layers, options.width, options.steps))
-        say(f"{WAYS[way]:<60} {rows[-1]['per_parameter']:6.2f} bytes per parameter ({rows[-1]['counted']:.2f} counted)")
+        peaks = f"{rows[-1]['per_parameter']:6.2f} bytes per parameter, {rows[-1]['first']:6.2f} in the first step"
+        say(f"{WAYS[way]:<60} {peaks} ({rows[-1]['counted']:.2f} counted)")
     name = options.name or rows[0]["device"]
     versions = f"torch {torch.__version__}"
     options.out.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from optgen.runtime import (
     launch,
     layout,
     memory,
+    offload,
     options,
     plans,
     release,
@@ -123,6 +124,8 @@ class Optimizer(torch.optim.Optimizer):
         self._replay = replay.Keeper()
         self._trained: dict[Tensor, Tensor] | None = None
         self._release: release.Release | None = None
+        self._offload = offload.Offload()
+        self._room: Arena | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -237,6 +240,9 @@ class Optimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
+        if self._offload.active or any(group.get("offload") for group in self.param_groups):
+            self._offload.step(self)
+            return
         if not self._replay.again(self.param_groups, self.state):
             with torch.no_grad():
                 self._sort_and_run()
@@ -359,6 +365,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
         """Room for the states that are made now, by group."""
+        if self._room is not None:
+            return {b.group: self._room for b, _ in fresh}
         sizes: dict[int, list[int]] = {}
         for b, i in fresh:
             if b.device.type == "cpu":

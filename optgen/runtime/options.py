@@ -24,7 +24,7 @@ REFUSED = {
     "capturable": "host scalars would be frozen into a CUDA graph",
 }
 
-FOREIGN = frozenset({"params", "backend", *IGNORED, *REFUSED})
+FOREIGN = frozenset({"params", "backend", "offload", *IGNORED, *REFUSED})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -42,6 +42,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
+    if "offload" in group:
+        found["offload"] = _switch(group["offload"], "offload", owner)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:

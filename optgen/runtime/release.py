@@ -14,14 +14,15 @@ import gc
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import options, plans, state
+from optgen.runtime import alone, options, plans, state
+from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class One:
     def __init__(self, optimizer: Optimizer, p: Tensor, number: int, place: int, name: str | int) -> None:
         self.p, self.number, self.place, self.name = p, number, place, name
         self.group: dict[str, Any] = {}
-        self.stepper = _alone(optimizer, self.group)
+        self.stepper = alone.part(optimizer, [self.group])
         known = optimizer._dtypes.get(id(p))
         if known is not None:
             self.stepper._dtypes[id(p)] = known
@@ -65,6 +66,7 @@ class One:
         if kept is not stepper.state.get(p):
             stepper.state = defaultdict(dict) if kept is None else defaultdict(dict, {p: kept})
         stepper._update()
+        stepper._room = None
         if kept is not stepper.state[p]:
             optimizer.state[p] = stepper.state[p]
         if self.variant is not None and any(t.space == "elem" for t in self.variant.temps):
@@ -76,26 +78,23 @@ class One:
         if not group:
             group["params"] = [self.p]
             group["param_names"] = [self.name]
-        for key, value in theirs.items():
-            if key != "params" and key != "param_names":
-                group[key] = value
-        if len(group) != len(theirs) + ("param_names" not in theirs):
-            for key in group.keys() - theirs.keys() - {"param_names"}:
-                del group[key]
+        alone.take_over(theirs, group)
         flags = (group["plan"], options.flags_of(type(optimizer), group, tuple(self.p.shape)))
         if flags != self.flags:
             self.variant = refuse_sums(optimizer, group, self.p, self.name)
             self.flags = flags
 
 
-def _alone(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """An optimizer of the same class over that group alone, without states."""
-    made = object.__new__(type(optimizer))
-    made.defaults = optimizer.defaults
-    made.state = defaultdict(dict)
-    made.param_groups = [group]
-    made._reset_caches()
-    return made
+def _give_room(optimizer: Optimizer, ones: Iterable[One]) -> None:
+    """Room on the CPU for the states of all, in one mapping by group: huge pages of many small ones go to waste."""
+    sizes: dict[int, list[int]] = {}
+    lacking = [one for one in ones if state.home(one.p).type == "cpu" and not optimizer.state.get(one.p)]
+    for one in lacking:
+        assert one.variant is not None
+        sizes.setdefault(one.number, []).extend(state.sizes(one.variant, one.p, {}))
+    rooms = {number: Arena(found) for number, found in sizes.items()}
+    for one in lacking:
+        one.stepper._room = rooms[one.number]
 
 
 def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> Variant:
@@ -164,6 +163,7 @@ class Release:
         for one in ones:
             one.refresh(optimizer)
             self._give_sums(one)
+        _give_room(optimizer, ones)
         for one in ones:
             self._place(one)
         # A GradScaler then calls step(), which can refuse it, and does not look for gradients that are gone.
