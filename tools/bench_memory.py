@@ -76,13 +76,16 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from optgen.accumulate import accumulator
     from optgen.optim import AdamW, Lion
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if way in ("torch", "fp32") else torch.bfloat16
     micro = 4 if way.startswith("accumulated") else 1
-    sums = accumulator("int8") if way == "accumulated-int8" else None
+    sums = None
+    if way == "accumulated-int8":
+        from optgen.accumulate import accumulator
+
+        sums = accumulator("int8")
 
     def prepare(count: int, size: int) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
