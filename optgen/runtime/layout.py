@@ -167,7 +167,8 @@ def decode(
         return out
     weight = p.detach().contiguous()
     for piece in pieces(shape, variant.block):
-        stored = [piece.of(state[f.name], shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
+        stored = [piece.of(state[f.name], shape, f.per) for f in variant.fields if f.space == "elem"]
+        stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
         made = function(piece.of(weight, shape, 1).contiguous(), *stored)
         for name in elements:
             piece.of(out[name], shape, 1).copy_(made[name])
