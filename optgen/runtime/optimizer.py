@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +22,16 @@ from optgen.runtime import (
     evaluation,
     keys,
     launch,
-    layout,
+    low_bits,
     memory,
+    offload,
     options,
     plans,
+    release,
     replay,
     shared,
     state,
+    weights,
 )
 from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
@@ -149,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
         asked = {"capturable": capturable or None, "fused": fused or None, "differentiable": differentiable}
-        defaults = options.check(type(self), {**given, **asked})
+        defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
         super().__init__(params, defaults)
 
@@ -160,26 +164,43 @@ class Optimizer(torch.optim.Optimizer):
         self._replay = replay.Keeper()
         self._counters = control.Counters()
         self._trained: dict[Tensor, Tensor] | None = None
+        self._release: release.Release | None = None
+        self._offload = offload.Offload()
+        self._room: Arena | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks: whether it may hand over its scale, and whether it found an infinity, as attributes
-        `grad_scale` and `found_inf`."""
-        return bool(self.defaults.get("fused"))
+        `grad_scale` and `found_inf`.
+
+        With released gradients it may, so that `step()` can refuse it: the scaler itself would look for gradients that
+        are gone.
+        """
+        return bool(self.defaults.get("fused")) or self._release is not None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
-        super().__setstate__(state)
+        super().__setstate__({k: v for k, v in state.items() if k != low_bits.CARRIER})
+        self._bring_up()
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
         for group in self.param_groups:
             options.set_missing(group, self.defaults)
         for entry in self._entries():
             self._dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
 
+    def _bring_up(self) -> None:
+        """Groups and states of an older version, as a pickle may hold them."""
+        for group in self.param_groups:
+            own = {p: self.state[p] for p in group["params"] if p in self.state}
+            found, own = checkpoint.migrated(group, own)
+            group.update(found)
+            self.state.update(own)
+        self.defaults["format"] = checkpoint.FORMAT
+
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         for i, group in enumerate(self.param_groups):
-            shown = ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in ("params", "param_names"))
+            shown = ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in ("params", "param_names", "format"))
             lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
         return "\n".join([*lines, ")"])
 
@@ -206,6 +227,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
+        if self._release is not None:
+            self._release.attach()
 
     def _admit(self, p: Tensor) -> None:
         """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""
@@ -269,13 +292,19 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        if self._release is None:
+            self._update()
+        else:
+            self._release.step()
         return loss
 
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
+        if self._offload.active or any(group.get("offload") for group in self.param_groups):
+            self._offload.step(self, scaler)
+            return
         if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
                 self._sort_and_run(scaler)
@@ -423,17 +452,21 @@ class Optimizer(torch.optim.Optimizer):
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
         arenas = self._arenas(fresh)
         groups = self.param_groups
+        rounded: list[tuple[Tensor, Tensor]] = []
         new = [
-            state.create(b.plan, b.variant, b.params[i], b.states[i], arenas.get(b.group), groups[b.group])
+            state.create(b.plan, b.variant, b.params[i], b.states[i], arenas.get(b.group), groups[b.group], rounded)
             for b, i in fresh
         ]
         shared.begin(self.state, new, [b.variant for b, _ in fresh])
         for (b, i), entry in zip(fresh, new, strict=True):
             states[b.params[i]] = b.states[i] = entry
+        weights.settle(rounded, [b.params[i] for b, i in fresh])
         return list(buckets.values())
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
         """Room for the states that are made now, by group."""
+        if self._room is not None:
+            return {b.group: self._room for b, _ in fresh}
         sizes: dict[int, list[int]] = {}
         for b, i in fresh:
             if b.device.type == "cpu":
@@ -509,6 +542,44 @@ class Optimizer(torch.optim.Optimizer):
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
 
+    # -- gradient release -----------------------------------------------------------------------------
+
+    def release_gradients(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        accumulate: int = 1,
+        accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
+        clip: float | None = None,
+        clip_by: release.ClipBy = "norm",
+    ) -> release.Release:
+        """From now on each parameter is updated within backward, when its gradient is complete, which is then freed.
+
+        model        only its parameters; None: all of this optimizer's
+        accumulate   micro-batches whose gradients are summed before an update
+        accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch
+                     sums
+        clip         largest norm or value of a parameter's gradient; None: no clipping
+        clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the
+                     norm over all parameters at the step before (at the first step, of each parameter)
+
+        The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
+        steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
+        and FSDP1.  A GradScaler is refused by the first `step()` it makes.
+        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
+        """
+        self._refuse_in_evaluation("release_gradients()")
+        self._release = release.Release(
+            self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
+        )
+        return self._release
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; sums of micro-batches that are kept elsewhere go with the gradients."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.discard()
+
     # -- evaluation -----------------------------------------------------------------------------------
 
     def eval(self) -> None:
@@ -547,6 +618,9 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_evaluation("copying")
         found: dict[str, Any] = super().__getstate__()
+        params = [entry.p for entry in self._entries()]
+        if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
+            found[low_bits.CARRIER] = low_bits.Carrier(params)
         return found
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -564,10 +638,11 @@ class Optimizer(torch.optim.Optimizer):
             if changed is not None:
                 state_dict = changed
         with torch.no_grad():
-            loaded, groups = checkpoint.read(type(self), self.param_groups, state_dict)
-        self._replay = replay.Keeper()
-        self.state = defaultdict(dict, loaded)
-        self.param_groups = groups
+            loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+            self._replay = replay.Keeper()
+            weights.settle(loaded.rounded, loaded.states)
+        self.state = defaultdict(dict, loaded.states)
+        self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -580,7 +655,7 @@ class Optimizer(torch.optim.Optimizer):
         numbers = {id(entry.p): entry.position for entry in self._entries()}
         groups = []
         for group in self.param_groups:
-            packed = {k: v for k, v in group.items() if k not in ("params", "plan", "backend", "seed")}
+            packed = {k: v for k, v in group.items() if k not in ("params", *options.OWN)}
             groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
         dense = {}
         with torch.no_grad():
@@ -595,17 +670,60 @@ class Optimizer(torch.optim.Optimizer):
     def master_weights(self) -> dict[str | int, Tensor]:
         """The weights at full precision, fp32, by name (by position where parameters have no names)."""
         self._refuse_in_evaluation("master_weights()")
-        weights: dict[str | int, Tensor] = {}
         with torch.no_grad():
-            for entry in self._entries():
-                kept = self.state.get(entry.p)
+            return {entry.name: self._full_weight(entry) for entry in self._entries()}
+
+    def _full_weight(self, entry: Entry) -> Tensor:
+        kept = self.state.get(entry.p)
+        if not kept:
+            return weights.fresh(entry.p)
+        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
+        return weights.full(plan, variant, entry.p, kept, entry.name)
+
+    def _trained_entries(self) -> dict[int, Entry]:
+        """id(parameter) -> its entry, of those that are trained."""
+        return {id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or self.state.get(entry.p)}
+
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
+
+        Names are the model's own, tied weights under all of theirs.  Parameters that are not this optimizer's and
+        floating buffers keep their values (fp32 where they are narrower); all else is as it is.  Tensors are copies,
+        on their parameters' devices.
+        RuntimeError where a weight was changed by something else and no longer fits what is kept of it; ValueError for
+        a model none of whose parameters is this optimizer's.
+        """
+        self._refuse_in_evaluation("master_state_dict()")
+        owned = {key: functools.partial(self._full_weight, entry) for key, entry in self._trained_entries().items()}
+        with torch.no_grad():
+            return weights.of_model(model, type(self).__name__, owned)
+
+    def load_master_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Set the model's weights, and the bits of them that this optimizer keeps, from a state dict of any floating
+        dtype; fp32 loses nothing that the plan can hold.  Other states (moments) stay as they are.
+
+        strict   refuse names that are missing or that the model does not have
+        Before the first step the bits wait beside the parameters until that step takes them.  All is checked first:
+        ValueError lists what does not fit, and nothing has changed.
+        """
+        self._refuse_in_evaluation("load_master_state_dict()")
+        entries = self._trained_entries()
+        with torch.no_grad():
+            found = weights.check(model, type(self).__name__, state_dict, entries, strict)
+            ready = []
+            for p, value in found.owned:
+                entry = entries[id(p)]
+                _, plan, variant = checkpoint.select(type(self), entry.group, p)
+                kept = self.state.get(p)
                 if kept:
-                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
-                    state.check(variant, entry.p, kept, entry.name)
-                    weights[entry.name] = layout.decode(plan, variant, entry.p, kept, ("p",))["p"]
-                else:
-                    weights[entry.name] = entry.p.detach().to(torch.float32, copy=True).contiguous()
-        return weights
+                    state.check(variant, p, kept, entry.name)
+                ready.append((plan, variant, p, kept, value))
+            if found.rest:
+                model.load_state_dict(found.rest, strict=False)
+            for one in ready:
+                weights.put(*one)
 
     def memory(self) -> memory.Memory:
         """Bytes of the trainable weights and of their states, made already or not yet."""

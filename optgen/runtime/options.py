@@ -21,10 +21,13 @@ IGNORED = frozenset({"foreach"})
 
 REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
+OWN = frozenset({"plan", "backend", "seed", "format"})
+"""Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
+
 RUNNING = ("capturable", "fused")
 """How a step is made, not what it makes.  A group has these keys only where they were asked for."""
 
-FOREIGN = frozenset({"params", "backend", *IGNORED, *REFUSED, *RUNNING})
+FOREIGN = frozenset({"params", "backend", "format", "offload", *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -52,6 +55,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
+    if "offload" in group:
+        found["offload"] = _switch(group["offload"], "offload", owner)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:
@@ -151,7 +156,7 @@ def _nonzero(value: Any) -> bool:
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
     known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
-    known += ["maximize", "plan", "seed", "backend"]
+    known += ["maximize", *sorted(OWN)]
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":
             continue

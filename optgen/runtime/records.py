@@ -316,6 +316,10 @@ class Variant:
         """Names of the tensor states, in order."""
         return tuple(dict.fromkeys(f.owner for f in self.fields if f.owner != "p"))
 
+    def is_plain(self, state: str) -> bool:
+        """Whether a state is kept as one tensor of floats: its own values, as they are."""
+        return all(f.name == state and f.torch_dtype.is_floating_point for f in self.fields if f.owner == state)
+
     @cached_property
     def keys(self) -> frozenset[str]:
         """Every key of a parameter's state."""
