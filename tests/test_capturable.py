@@ -179,7 +179,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("NAdam", {"plan": "fp32"}),  # mu_product likewise
     ("RAdam", {"plan": "fp32"}),  # a condition on the step
     ("LAMB", {"plan": "fp32"}),
-    ("CAME", {"plan": "coded"}),
+    ("CAME", {"plan": "fp32"}),
     ("Prodigy", {"plan": "fp32"}),
     ("Muon", {"plan": "fp32"}),
 ]
@@ -470,6 +470,7 @@ print(json.dumps([[x.stack, x.registers, ks.analyse(x, elements=256).per_element
 """
 
 
+@pytest.mark.slow
 def test_scalars_in_memory_cost_few_instructions_and_spill_nothing(compiling: dict[str, str]) -> None:
     """AdamW under int8_split24 on sm_90, the kernel alone and within the one that reads its scalars: registers in place
     of constant memory cost 1.5 instructions per element of 125, when this was written."""
