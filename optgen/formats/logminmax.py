@@ -119,7 +119,7 @@ class LogMinMax(Format):
 
     @property
     def highest(self) -> int:
-        """The pattern of the largest: below 2^128, or its root, by a quarter of a unit; half, where cells may fill it."""
+        """The pattern of the largest: a quarter of a unit below 2^128 or its root; half, where a cell may fill a unit."""
         end = (127 + 64) << 23 if self.of == "sqrt" else 255 << 23
         return end - (1 << (self.unit - 2) if self.bits > 6 else (1 << (self.unit - 1)) + 2)
 
