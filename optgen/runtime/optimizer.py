@@ -127,6 +127,12 @@ class Optimizer(torch.optim.Optimizer):
         self._offload = offload.Offload()
         self._room: Arena | None = None
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks: where gradients are released it calls step(), which refuses it by name, and does not
+        look for gradients that are gone."""
+        return self._release is not None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
         super().__setstate__(state)

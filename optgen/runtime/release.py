@@ -166,9 +166,6 @@ class Release:
         _give_room(optimizer, ones)
         for one in ones:
             self._place(one)
-        # A GradScaler then calls step(), which can refuse it, and does not look for gradients that are gone.
-        self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
-        vars(optimizer)["_step_supports_amp_scaling"] = True
 
     @staticmethod
     def _check_clip(owner: str, clip: float | None, clip_by: str) -> None:
@@ -360,9 +357,6 @@ class Release:
             self._ones.clear()
             if self.optimizer._release is self:
                 self.optimizer._release = None
-                vars(self.optimizer).pop("_step_supports_amp_scaling", None)
-                if self._scaling is not None:
-                    vars(self.optimizer)["_step_supports_amp_scaling"] = self._scaling
 
     def __enter__(self) -> Self:
         return self
