@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from optgen.runtime import alone, checkpoint, state
+from optgen.runtime import alone, checkpoint, control, state
 from optgen.runtime.arena import LINE
 
 if TYPE_CHECKING:
@@ -194,10 +194,12 @@ class Offload:
         """Whether the host updates this parameter."""
         return bool(group.get("offload")) and p.device.type not in self._resident
 
-    def step(self, optimizer: Optimizer) -> None:
-        """One update of every parameter that has a gradient."""
+    def step(self, optimizer: Optimizer, scaler: control.Scaler | None = None) -> None:
+        """One update of every parameter that has a gradient, unless the scaler has found an infinity."""
         with torch.no_grad():
             self._check(optimizer)
+            if scaler is not None and scaler.found_infinity():
+                return
             self._divide(optimizer)
             for chunk in self._chunks:
                 chunk.open(optimizer)
@@ -249,7 +251,7 @@ class Offload:
                     f"{type(optimizer).__name__}: offload=True updates on the host, where backend='triton' does not "
                     f"run; take backend='auto'"
                 )
-        if getattr(optimizer, "grad_scale", None) is not None:
+        if getattr(optimizer, "grad_scale", None) is not None:  # a GradScaler hands it to fused=True alone
             raise RuntimeError(
                 f"{type(optimizer).__name__}: offload=True takes no scaled gradients; call scaler.unscale_(optimizer) "
                 f"before scaler.step(optimizer)"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout
+from optgen.runtime import layout, low_bits
 from optgen.runtime.arena import Arena, nbytes
 from optgen.runtime.records import Field, Variant, as_float, dtype_name
 
@@ -50,11 +50,13 @@ def create(
     present: Mapping[str, Any],
     arena: Arena | None = None,
     hypers: Mapping[str, Any] | None = None,
+    rounded: list[tuple[Tensor, Tensor]] | None = None,
 ) -> State:
     """A state before the first step; what `present` already holds stays as it is.
 
     Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
     Fields on the CPU are laid into the arena, where one is given.
+    rounded   gets (p, what p has to hold) where the weight has low bits kept for it; the caller writes it
     """
     state: State = dict(present)
     state["step"] = 0
@@ -64,7 +66,13 @@ def create(
     made = {f.name: zeros(f, p, arena) for f in missing}
     encoded = [f.name for f in missing if f.owner == "p" or f.owner in variant.init]
     if encoded:
-        layout.encode(plan, variant, p, first_values(variant, p, hypers or {}), encoded, made)
+        own = {f.name for f in variant.fields if f.owner == "p"}
+        exact = low_bits.exact(p) if rounded is not None and own.isdisjoint(state) else None
+        values = first_values(variant, p if exact is None else exact, hypers or {})
+        if exact is None or rounded is None:
+            layout.encode(plan, variant, p, values, encoded, made)
+        else:
+            rounded.append((p, layout.encode(plan, variant, p, values, [*encoded, "p"], made, exact)["p"]))
     return state | made
 
 
@@ -121,8 +129,15 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
 def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int) -> None:
     """RuntimeError where the state does not belong to (variant, p)."""
     found = list(problems(variant, p, state))
-    if found:
+    if not found:
+        return
+    where = {str(t.device) for f in variant.fields if isinstance(t := state.get(f.name), Tensor)}
+    if where and str(p.device) not in where:
         raise RuntimeError(
-            f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
-            f"flag?): {'; '.join(found)}"
+            f"{label(p, name)} was moved to {p.device} after its states were made on {', '.join(sorted(where))}: "
+            f"opt.load_state_dict(opt.state_dict()) brings them there"
         )
+    raise RuntimeError(
+        f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
+        f"flag?): {'; '.join(found)}"
+    )
