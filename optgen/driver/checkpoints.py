@@ -337,9 +337,7 @@ def _shown(entry: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, torch.dtyp
     return tuple(first.shape), first.dtype if first.dtype in low_bits.NARROW else torch.float32
 
 
-def _in_order(
-    made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path
-) -> None:
+def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path) -> None:
     """Keys for parameters without names: the model's floating tensors in order, where that cannot be wrong."""
     floats: dict[str, Tensor] = {}
     for key, value in model.items():
