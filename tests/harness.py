@@ -81,7 +81,7 @@ class Pair:
             registers={},
         )
         self.triton = _module(folder / "tri.py", rendered)
-        head = "import math\nfrom optgen.runtime.scalars import divide, exp, floor, log, power, root\n"
+        head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
         lines = host.scalars_function(s.program, unpack_of(spec), "reference")
         lines += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
         self.host = _module(folder / "host.py", head + "\n".join(lines) + "\n")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout, plans, state
+from optgen.runtime.control import Step
 from optgen.runtime.records import Variant
 
 Backend = Literal["reference", "triton", "cpp"]
@@ -21,6 +22,9 @@ Backend = Literal["reference", "triton", "cpp"]
 class Bucket:
     """Parallel lists, one entry per parameter, and what is the same for all.
 
+    step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
+                   is the first to be counted there starts with numbers (`move_count`)
+    counted        whether steps are counted on the device (see control.py)
     params, grads  as the user holds them until `localize`, then contiguous
     kernel         of the C++ backend: its compiled function
     written        (the user's tensor, the contiguous copy that the step writes)
@@ -32,8 +36,9 @@ class Bucket:
     backend: Backend
     device: torch.device
     grad_dtype: torch.dtype
-    step: int  # steps done
-    host: tuple[float, ...]
+    step: int | Tensor
+    host: tuple[float, ...] | tuple[Tensor, ...]
+    counted: bool = False
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[state.State] = field(default_factory=list)
@@ -57,7 +62,23 @@ class Bucket:
         for p, s, name in zip(self.params, self.states, self.names, strict=True):
             state.check(self.variant, p, s, name)
 
-    def finish(self, host: tuple[float, ...]) -> None:
+    def move_count(self) -> None:
+        """The count of steps and the host states go to the device; the states take them over in `finish_counted`."""
+        if not isinstance(self.step, Tensor):
+            self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
+            self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
+
+    def finish_counted(self, step: Step) -> None:
+        """`finish` of a step that is counted on the device."""
+        for user, copy in self.written:
+            user.copy_(copy)
+        for s in self.states:
+            s["step"] = self.step
+            for name, value in zip(self.variant.host_names, self.host, strict=True):
+                s[name] = value
+        step.finish()
+
+    def finish(self, host: Sequence[float]) -> None:
         """Copy back what was copied, count the step, keep the host states."""
         for user, copy in self.written:
             user.copy_(copy)

@@ -6,7 +6,8 @@ import ctypes
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from optgen.runtime import (
     checkpoint,
+    control,
     cpu,
     evaluation,
     keys,
@@ -46,15 +48,43 @@ class Entry(NamedTuple):
     name: str | int
 
 
+class Ready(NamedTuple):
+    """A bucket before its step: its tables (None: eager torch), scalars and step key, and what counts it then: its host
+    states after it, or the step on the device."""
+
+    bucket: Bucket
+    tables: launch.Tables | None
+    scalars: Any
+    key: int
+    after: tuple[float, ...] | control.Step
+
+    def finish(self) -> None:
+        if isinstance(self.after, control.Step):
+            self.bucket.finish_counted(self.after)
+        else:
+            self.bucket.finish(self.after)
+
+
 class Choice:
-    """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size."""
+    """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size.
 
-    __slots__ = ("_by_shape", "_cls", "_group", "backend", "device", "dtype", "large", "limit", "plan", "small")
+    counted  whether their steps are counted on the device: as capturable=True asks, and fused=True where there is a
+             GradScaler; without one (None) as their states are.  Only Triton's kernels can be told
+    """
 
-    def __init__(self, cls: type, group: dict[str, Any], p: Tensor) -> None:
+    __slots__ = (
+        "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "plan", "small",
+    )  # fmt: skip
+
+    def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool) -> None:
         self.dtype, self.device = p.dtype, p.device
         self.plan = plans.load(cls, plans.plan_name(cls, group.get("plan"), p.dtype))
         self.backend = launch.choose(group["backend"], p.device, self.plan)
+        self.counted: bool | None = False
+        if self.backend == "triton" and all(flag.every is None for flag in options.flags_declared(cls)):
+            self.counted = True if group.get("capturable") else None if group.get("fused") else False
+            if self.counted is None and scaled:
+                self.counted = True
         self.limit = plans.small_numel(self.plan)
         self._by_shape: dict[torch.Size, Variant] | None = None
         if any(flag.shape is not None for flag in options.flags_declared(cls)):
@@ -78,6 +108,11 @@ class Choice:
         return found
 
 
+def _same(step: object, host: Sequence[object], bucket: Bucket) -> bool:
+    """Whether a bucket is counted by these very tensors."""
+    return step is bucket.step and all(map(is_, host, bucket.host))
+
+
 class Optimizer(torch.optim.Optimizer):
     """What a generated optimizer inherits: everything but its numbers.
 
@@ -89,6 +124,9 @@ class Optimizer(torch.optim.Optimizer):
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
               where parameters have none) and steps, in any order or grouping
     maximize  step along the gradient, not against it
+    capturable  count steps on the device and read nothing there, so that a CUDA graph may hold the step; numbers given
+              as tensors on the device stay tensors, the others are part of the graph
+    fused     let torch.amp.GradScaler leave gradients scaled: the kernels divide, and skip a step that has an infinity
     """
 
     SPEC: ClassVar[str]
@@ -111,9 +149,9 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed}
-        refused = {"capturable": capturable, "differentiable": differentiable}
-        defaults = {**options.check(type(self), {**given, **refused}), "format": checkpoint.FORMAT}
+        given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
+        asked = {"capturable": capturable or None, "fused": fused or None, "differentiable": differentiable}
+        defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
         super().__init__(params, defaults)
 
@@ -122,7 +160,14 @@ class Optimizer(torch.optim.Optimizer):
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._launcher = launch.Launcher()
         self._replay = replay.Keeper()
+        self._counts: dict[int, Tensor] = {}
         self._trained: dict[Tensor, Tensor] | None = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks: whether it may hand over its scale, and whether it found an infinity, as attributes
+        `grad_scale` and `found_inf`."""
+        return bool(self.defaults.get("fused"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -242,29 +287,27 @@ class Optimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
-        if not self._replay.again(self.param_groups, self.state):
+        scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
+        if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
-                self._sort_and_run()
+                self._sort_and_run(scaler)
 
-    def _sort_and_run(self) -> None:
+    def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
-        buckets = self._buckets()
+        buckets = self._buckets(scaler)
+        if not buckets:
+            return
         shared.check(buckets)
         self._launcher.begin()
-        prepared = []
-        for bucket in buckets:
-            bucket.localize()
-            if bucket.backend == "reference":
-                tables = None
-                bucket.check()
-            else:
-                tables = self._launcher.prepare(bucket)
-            prepared.append((bucket, tables, *self._host_scalars(bucket)))
+        prepared = [self._prepare(bucket, scaler) for bucket in buckets]
         together = []
-        for bucket, tables, scalars, host in prepared:
-            key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
+        for ready in prepared:
+            bucket, tables, scalars, key, _ = ready
             if bucket.variant.model_temps:
                 together.append(shared.runner(bucket, tables, scalars, key))
+            elif isinstance(scalars, control.Control):
+                assert tables is not None
+                launch.run(bucket, tables, scalars, key)
             elif tables is None:
                 run_reference(bucket, scalars, key)
             elif tables.table is not None:
@@ -272,23 +315,43 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 launch.run(bucket, tables, scalars, key)
             if not bucket.variant.model_temps:
-                bucket.finish(host)
+                ready.finish()
         if together:
             shared.run(together)
-            for bucket, _, _, host in prepared:
-                if bucket.variant.model_temps:
-                    bucket.finish(host)
+            for ready in prepared:
+                if ready.bucket.variant.model_temps:
+                    ready.finish()
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
+        self._counts = {id(x): x for b in buckets for x in (b.step, *b.host) if isinstance(x, Tensor)}
         if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
-        self._replay.keep(
-            type(self), self.param_groups, self.state,
-            [(bucket, tables.table if tables else None) for bucket, tables, *_ in prepared],
-        )  # fmt: skip
+        if all(ready.tables is not None for ready in prepared):
+            made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
+            self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
-    def _buckets(self) -> list[Bucket]:
+    def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
+        """All that can fail, before anything changes."""
+        bucket.localize()
+        tables = None
+        if bucket.backend == "reference":
+            bucket.check()
+        else:
+            tables = self._launcher.prepare(bucket)
+        if bucket.counted:
+            assert tables is not None
+            bucket.move_count()
+            room = tables.scalars_on(bucket)
+            return Ready(bucket, tables, room, 0, self._count(bucket, room, scaler))
+        assert not isinstance(bucket.step, Tensor)
+        scalars, host = self._host_scalars(bucket, scaler)
+        key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
+        return Ready(bucket, tables, scalars, key, host)
+
+    def _buckets(self, scaler: control.Scaler | None) -> list[Bucket]:
         """Parameters with gradients by what they share; states that are not there yet are made.
+
+        No buckets where a scaler has found an infinity, if any step is counted on the host.
 
         Runs once per parameter and step, between kernels that may take less time than it: hence the locals, and the
         look at the bucket of the parameter before, which is nearly always the right one.
@@ -296,13 +359,14 @@ class Optimizer(torch.optim.Optimizer):
         buckets: dict[tuple[object, ...], Bucket] = {}
         fresh: list[tuple[Bucket, int]] = []
         position = 0
-        states, dtypes = self.state, self._dtypes
+        states, dtypes, counts, capturing = self.state, self._dtypes, self._counts, control.capturing()
         for number, group in enumerate(self.param_groups):
             chosen: dict[tuple[torch.dtype, torch.device], Choice] = {}
             names, start = group.get("param_names"), position
             position += len(group["params"])
             choice: Choice | None = None
             bucket: Bucket | None = None
+            number_of: Any = None  # its step, where that is a number
             for i, p in enumerate(group["params"]):
                 g = p.grad
                 if g is None:
@@ -314,28 +378,39 @@ class Optimizer(torch.optim.Optimizer):
                     grad_dtype = self._check_pair(p, g, name)
                 if choice is None or dtype is not choice.dtype or device != choice.device:
                     kind = (dtype, device)
-                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p)
+                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None)
                 variant = choice.variant(p)
                 entry = states.get(p)
-                step = entry.get("step") if entry else None
-                if type(step) is not int or step <= 0:  # new, or put there by somebody else
-                    step = self._steps(variant, entry, p, name)
-                ready = step > 0
-                host = variant.host_start
-                if host:
-                    host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
+                step: Any = entry.get("step") if entry else None
+                host: Any = variant.host_start
+                counted = choice.counted is not False and isinstance(step, Tensor) and counts.get(id(step)) is step
+                if counted and host:
+                    assert entry is not None
+                    host = tuple([entry.get(n) for n in variant.host_names])
+                    counted = all(x is not None and counts.get(id(x)) is x for x in host)
+                ready = counted  # by tensors, which are not looked at
+                if not counted:
+                    if capturing:
+                        raise control.not_ready(state.label(p, name))
+                    if type(step) is not int or step <= 0:  # new, or put there by somebody else
+                        step = self._steps(variant, entry, p, name)
+                    ready = step > 0
+                    if variant.host_start:
+                        host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
                 if (
                     bucket is None
                     or variant is not bucket.variant
                     or grad_dtype is not bucket.grad_dtype
-                    or step != bucket.step
-                    or host != bucket.host
                     or device != bucket.device
+                    or not (_same(step, host, bucket) if counted else step == number_of and host == bucket.host)
                 ):
-                    key = (number, variant, grad_dtype, device, step, host)
+                    of_step = (id(step), *map(id, host)) if counted else (step, host)
+                    key = (number, variant, grad_dtype, device, *of_step)
                     backend = launch.able(choice.backend, choice.plan, variant)
                     made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host)
+                    made.counted = backend == "triton" and (counted or bool(choice.counted))
                     bucket = buckets.setdefault(key, made)
+                    number_of = None if counted else step
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))
                 bucket.params.append(p)
@@ -348,8 +423,11 @@ class Optimizer(torch.optim.Optimizer):
             self._dtypes = {key: value for key, value in dtypes.items() if key in live}
         if any(flag.every is not None for flag in self.FLAGS):
             for made in buckets.values():
+                assert not isinstance(made.step, Tensor)  # such flags are not counted on a device
                 flags = options.at_step(type(self), self.param_groups[made.group], made.step + 1)
                 made.variant = plans.at_step(made.plan, made.variant, flags)
+        if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
+            return []
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
         arenas = self._arenas(fresh)
         groups = self.param_groups
@@ -412,11 +490,33 @@ class Optimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{state.label(p, name)}: {key} must be a number, got {entry.get(key, 'nothing')!r}")
         return value
 
-    def _host_scalars(self, bucket: Bucket) -> tuple[list[float], tuple[float, ...]]:
+    def _count(self, bucket: Bucket, room: control.Control, scaler: control.Scaler | None) -> control.Step:
+        """The bucket's step on the device, its scalars computed."""
+        group, variant = self.param_groups[bucket.group], bucket.variant
+        assert isinstance(bucket.step, Tensor)
+        host = [x for x in bucket.host if isinstance(x, Tensor)]
+        step = control.Step(bucket.step, host, scaler.found if scaler else None)
+        step.fill(
+            room,
+            *variant.host_for(True),
+            sign=-1.0 if group["maximize"] else 1.0,
+            scale=scaler.scale if scaler else None,
+            hypers={hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in self.HYPERS},
+            names=variant.host_names,
+            seed=group["seed"] if variant.stochastic else None,
+        )
+        control.check_calls(variant, room)
+        return step
+
+    def _host_scalars(
+        self, bucket: Bucket, scaler: control.Scaler | None
+    ) -> tuple[list[float], tuple[float, ...]]:
         """(scalars rounded to fp32, new host states in fp64) of a bucket, computed in fp64."""
         group, variant = self.param_groups[bucket.group], bucket.variant
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}
         sign = -1.0 if group["maximize"] else 1.0
+        if scaler is not None:
+            sign = scaler.factor(sign)
         host, count = variant.host_for(bucket.backend != "reference")
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])

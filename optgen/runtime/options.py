@@ -16,18 +16,18 @@ from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
 
-IGNORED = frozenset({"foreach", "fused"})
-"""torch's choices among its own implementations: accepted in a group, without effect."""
+IGNORED = frozenset({"foreach"})
+"""torch's choice among its own implementations: accepted in a group, without effect."""
 
-REFUSED = {
-    "differentiable": "the step is one fused kernel that autograd does not see",
-    "capturable": "host scalars would be frozen into a CUDA graph",
-}
+REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
 OWN = frozenset({"plan", "backend", "seed", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
-FOREIGN = frozenset({"params", "backend", "format", *IGNORED, *REFUSED})
+RUNNING = ("capturable", "fused")
+"""How a step is made, not what it makes.  A group has these keys only where they were asked for."""
+
+FOREIGN = frozenset({"params", "backend", "format", *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -37,9 +37,19 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hypers: Sequence[Hyper] = cls.HYPERS
     flags: Sequence[Flag] = cls.FLAGS
+    for name in RUNNING:
+        if group.get(name) is not None:
+            found[name] = _switch(group[name], name, owner)
+    if found.get("capturable") and (changing := [flag for flag in flags if flag.every is not None]):
+        raise ValueError(
+            f"{owner} does not support capturable=True: every {changing[0].every} steps it does something else, "
+            f"and a CUDA graph repeats one step"
+        )
+    if found.get("fused") and group.get("foreach"):
+        raise ValueError(f"{owner}: fused and foreach cannot both be True, as in torch")
     for hyper in hypers:
         if hyper.name in group:
-            found[hyper.name] = hyper.check(group[hyper.name], owner)
+            found[hyper.name] = hyper.check(group[hyper.name], owner, bool(found.get("capturable")))
     for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
         if name in group:
             found[name] = _switch(group[name], name, owner)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from optgen.runtime.scalars import Scalar
+
 HostFunction = Callable[..., tuple[float, ...]]
 
 
@@ -35,13 +37,16 @@ class Hyper:
         bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
-    def check(self, value: object, owner: str) -> float | tuple[float, ...] | torch.Tensor:
-        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor
-        (schedulers fill it in place); None for a part of a tuple is its default, as torch writes what it chooses itself
-        (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the range."""
+    def check(
+        self, value: object, owner: str, tensors: bool = False
+    ) -> float | torch.Tensor | tuple[float | torch.Tensor, ...]:
+        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor (schedulers
+        fill it in place), and where `tensors` are kept, so does any number; None for a part of a tuple is its default,
+        as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the
+        range."""
         if isinstance(self.default, tuple):
             if isinstance(value, torch.Tensor) and value.ndim == 1:
-                value = value.tolist()
+                value = value.unbind() if tensors else value.tolist()
             if not isinstance(value, Sequence) or isinstance(value, str):
                 raise TypeError(f"{owner}: {self.name} must be {len(self.default)} numbers, got {value!r}")
             if len(value) != len(self.default):
@@ -49,9 +54,13 @@ class Hyper:
                     f"{owner}: {self.name} must be {len(self.default)} numbers, got {len(value)}: {value!r}"
                 )
             parts = [default if part is None else part for part, default in zip(value, self.default, strict=True)]
-            return tuple(self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts))
+            numbers = [self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts)]
+            return tuple(
+                part if tensors and isinstance(part, torch.Tensor) else number
+                for part, number in zip(parts, numbers, strict=True)
+            )
         number = self._one(value, self.name, owner)
-        return value if self.name == "lr" and isinstance(value, torch.Tensor) else number
+        return value if isinstance(value, torch.Tensor) and (tensors or self.name == "lr") else number
 
     def _one(self, value: object, name: str, owner: str) -> float:
         number = as_float(value)
@@ -67,6 +76,19 @@ class Hyper:
             return self._inside(value)
         if isinstance(self.default, tuple) and isinstance(value, Sequence):
             return tuple(self._read_one(part) for part in value)
+        return self._read_one(value)
+
+    def read_on(self, value: object, device: torch.device) -> Scalar | tuple[Scalar, ...]:
+        """`read` without looking at tensors on that device: they come as 0-dim fp64 ones, not held to the range."""
+        if isinstance(self.default, tuple) and isinstance(value, Sequence):
+            return tuple(self._read_one_on(part, device) for part in value)
+        if isinstance(self.default, tuple) and isinstance(value, torch.Tensor) and value.ndim == 1:
+            return tuple(self._read_one_on(part, device) for part in value.unbind())
+        return self._read_one_on(value, device)
+
+    def _read_one_on(self, value: object, device: torch.device) -> Scalar:
+        if isinstance(value, torch.Tensor) and value.device == device and value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(()).to(torch.float64)
         return self._read_one(value)
 
     def _read_one(self, value: object) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optgen.runtime import layout, matrices
 from optgen.runtime.bucket import Bucket
+from optgen.runtime.control import Control
 from optgen.runtime.records import Stage, Variant
 from optgen.runtime.workspace import Workspace
 
@@ -57,7 +58,9 @@ def parts(variant: Variant) -> tuple[Part, ...]:
     return tuple(out)
 
 
-def drive(bucket: Bucket, room: Workspace, scalars: Sequence[float], kernels: Callable[[int, int], None]) -> Runner:
+def drive(
+    bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, kernels: Callable[[int, int], None]
+) -> Runner:
     """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors."""
     variant = bucket.variant
     position = {t.name: k for k, t in enumerate(variant.temps)}
@@ -92,11 +95,12 @@ def _with_elements(bucket: Bucket, column: Sequence[int]) -> list[tuple[Tensor, 
     return [(p, at) for p, at in zip(bucket.params, column, strict=True) if p.numel()]
 
 
-def _call(bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float]) -> None:
+def _call(bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control) -> None:
     """A function of whole matrices of every tensor, in place."""
+    numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     function: Callable[..., Tensor] = getattr(matrices, stage.kernel)
     names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
-    given = [scalars[names.index(x)] if isinstance(x, str) else x for x in stage.given]
+    given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
     for p, at in _with_elements(bucket, room.offsets[temp]):
         x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()]
         x = x.view(layout.matrix_shape(bucket.variant.matrix, p.shape))
