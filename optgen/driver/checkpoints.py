@@ -85,7 +85,7 @@ def _open(file: Path, found: Checked) -> dict[str, Any]:
         if bad is not None:
             raise CheckpointError(f"{file} is damaged in {bad}")
         found.unchecked.append("bytes outside the archive's entries: it has no checksum of the whole file")
-        return files.load_torch(file)
+        return _of_torch(file)
     found.kind = "optgen checkpoint"
     return files.read(file)
 
@@ -227,14 +227,22 @@ def _load(file: Path) -> dict[str, Any]:
         if file.suffix == ".safetensors" or files.has_checksum(file):
             return files.read(file)
         try:
-            return files.load_torch(file)
+            return _of_torch(file)
         except CheckpointError as error:
             if "torchao" not in str(error):
                 raise
             _import_torchao()
-            return files.load_torch(file)
+            return _of_torch(file)
     except CheckpointError as error:
-        raise _refuse(file, str(error)) from error
+        raise _refuse(file, str(error).removeprefix(f"{file} ").removeprefix(f"{file}: ")) from error
+
+
+def _of_torch(file: Path) -> dict[str, Any]:
+    """A file of torch.save: one of ours, without its end, is not taken for such."""
+    found = files.load_torch(file)
+    if "optgen_checkpoint" in found:
+        raise CheckpointError(f"{file} was cut short: its checksum is missing")
+    return found
 
 
 def _import_torchao() -> None:
