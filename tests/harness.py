@@ -95,6 +95,8 @@ class Pair:
                 out[b.name] = weight.to(getattr(torch, b.dtype.torch), copy=True)
             elif b.role != "grad":
                 size = shape if not b.space.size else (rows, -(-columns // b.space.size))
+                if b.dtype.packed:
+                    size = (rows, -(-columns // 8) * b.dtype.bits)
                 biased = b.dtype.name == "u8" and (b.role == "weight" or not b.owner.endswith("sq"))
                 out[b.name] = torch.full(size, 128 if biased else 0, dtype=getattr(torch, b.dtype.torch))
         return out

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "runtime": set(),
     "cast": {"runtime"},
+    "accumulate": {"driver", "formats", "lang"},
     "__main__": {"driver"},
     "optim": {"_generated", "runtime", "driver"},
     "_generated": set(),
@@ -46,6 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click", "torchao"},
     "runtime": {"torch", "triton", "safetensors"},
     "cast": {"torch"},
+    "accumulate": set(),
     "__main__": set(),
     "optim": set(),
     "_generated": set(),
@@ -127,11 +129,14 @@ def test_room(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "torchtitan"}
+
+
 @pytest.mark.parametrize(
     ("folder", "rooms", "packages"),
     [
         ("specs", {"lang", "formats"}, {"specs"}),
-        ("examples", {"lang", "formats"}, set()),
+        ("examples", {"lang", "formats", "optim", "accumulate"}, FRAMEWORKS),
         ("generated", {"runtime"}, {"torch", "triton", "generated"}),
     ],
 )

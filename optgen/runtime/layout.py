@@ -38,7 +38,7 @@ def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     if field.per == 1:
         return tuple(shape)
     rows, columns = grid(shape)
-    return rows, -(-columns // field.per)
+    return rows, -(-columns // field.per) * field.width
 
 
 def matrix_shape(matrix: str, shape: torch.Size) -> torch.Size:
@@ -73,11 +73,11 @@ class Piece(NamedTuple):
     right: int
     flat: bool
 
-    def of(self, tensor: Tensor, shape: torch.Size, per: int) -> Tensor:
-        """The piece of a parameter-shaped (per = 1) or block-shaped tensor; a view."""
+    def of(self, tensor: Tensor, shape: torch.Size, per: int = 1, width: int = 1) -> Tensor:
+        """The piece of a parameter-shaped (per = 1) tensor, or of one with `width` entries per block; a view."""
         rows, columns = grid(shape)
         if per > 1:
-            return tensor[self.top : self.bottom, self.left // per : -(-self.right // per)]
+            return tensor[self.top : self.bottom, self.left // per * width : -(-self.right // per) * width]
         view = tensor.reshape(rows, columns)[self.top : self.bottom, self.left : self.right]
         return view[0] if self.flat else view
 
@@ -147,7 +147,7 @@ def encode(
             )
         made = function(arguments)
         for f in fields:
-            piece.of(out[f.name], shape, f.per).copy_(made[f.name])
+            piece.of(out[f.name], shape, f.per, f.width).copy_(made[f.name])
     return out
 
 
@@ -167,7 +167,9 @@ def decode(
         return out
     weight = p.detach().contiguous()
     for piece in pieces(shape, variant.block):
-        stored = [piece.of(state[f.name], shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
+        fields = [f for f in variant.fields if f.space == "elem"]
+        stored = [piece.of(state[f.name], shape, f.per, f.width) for f in fields]
+        stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
         made = function(piece.of(weight, shape, 1).contiguous(), *stored)
         for name in elements:
             piece.of(out[name], shape, 1).copy_(made[name])

@@ -24,8 +24,10 @@ from optgen.runtime import (
     launch,
     low_bits,
     memory,
+    offload,
     options,
     plans,
+    release,
     replay,
     shared,
     state,
@@ -162,12 +164,19 @@ class Optimizer(torch.optim.Optimizer):
         self._replay = replay.Keeper()
         self._counts: dict[int, Tensor] = {}
         self._trained: dict[Tensor, Tensor] | None = None
+        self._release: release.Release | None = None
+        self._offload = offload.Offload()
+        self._room: Arena | None = None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What GradScaler asks: whether it may hand over its scale, and whether it found an infinity, as attributes
-        `grad_scale` and `found_inf`."""
-        return bool(self.defaults.get("fused"))
+        `grad_scale` and `found_inf`.
+
+        With released gradients it may, so that `step()` can refuse it: the scaler itself would look for gradients that
+        are gone.
+        """
+        return bool(self.defaults.get("fused")) or self._release is not None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -218,6 +227,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
+        if self._release is not None:
+            self._release.attach()
 
     def _admit(self, p: Tensor) -> None:
         """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""
@@ -281,13 +292,19 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        if self._release is None:
+            self._update()
+        else:
+            self._release.step()
         return loss
 
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
+        if self._offload.active or any(group.get("offload") for group in self.param_groups):
+            self._offload.step(self, scaler)
+            return
         if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
                 self._sort_and_run(scaler)
@@ -444,6 +461,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
         """Room for the states that are made now, by group."""
+        if self._room is not None:
+            return {b.group: self._room for b, _ in fresh}
         sizes: dict[int, list[int]] = {}
         for b, i in fresh:
             if b.device.type == "cpu":
@@ -520,6 +539,44 @@ class Optimizer(torch.optim.Optimizer):
         host, count = variant.host_for(bucket.backend != "reference")
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
+
+    # -- gradient release -----------------------------------------------------------------------------
+
+    def release_gradients(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        accumulate: int = 1,
+        accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
+        clip: float | None = None,
+        clip_by: release.ClipBy = "norm",
+    ) -> release.Release:
+        """From now on each parameter is updated within backward, when its gradient is complete, which is then freed.
+
+        model        only its parameters; None: all of this optimizer's
+        accumulate   micro-batches whose gradients are summed before an update
+        accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch
+                     sums
+        clip         largest norm or value of a parameter's gradient; None: no clipping
+        clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the
+                     norm over all parameters at the step before (at the first step, of each parameter)
+
+        The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
+        steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
+        and FSDP1.  A GradScaler is refused by the first `step()` it makes.
+        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
+        """
+        self._refuse_in_evaluation("release_gradients()")
+        self._release = release.Release(
+            self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
+        )
+        return self._release
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; sums of micro-batches that are kept elsewhere go with the gradients."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.discard()
 
     # -- evaluation -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ OWN = frozenset({"plan", "backend", "seed", "format"})
 RUNNING = ("capturable", "fused")
 """How a step is made, not what it makes.  A group has these keys only where they were asked for."""
 
-FOREIGN = frozenset({"params", "backend", "format", *IGNORED, *REFUSED, *RUNNING})
+FOREIGN = frozenset({"params", "backend", "format", "offload", *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -55,6 +55,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
+    if "offload" in group:
+        found["offload"] = _switch(group["offload"], "offload", owner)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:

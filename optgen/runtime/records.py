@@ -164,13 +164,20 @@ class Flag:
             raise ValueError(f"{owner}: {self.name}=True needs {self.excludes}=0, got {group[self.excludes]!r}")
 
 
+EIGHT = 8
+"""Elements whose packed codes fill whole bytes; blocks are wider."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One stored tensor of a parameter's state.
 
-    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B))
+    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B)); EIGHT: codes
+           of `width` bits, packed, shape (rows, ceil(columns / 8) * width)
     zero   the entry that decodes to 0
     state  what it stores part of: the name of a state, or "p" for the weight
+    width  1; of packed codes the bits of one, which are the bytes of eight: byte j holds those of neighbours, the first
+           in its lowest bits
     space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
            the last two dimensions, "tensor" ()
     matrix which two dimensions those are (layout.matrix_shape)
@@ -181,6 +188,7 @@ class Field:
     per: int = 1
     zero: int | float = 0
     state: str = ""
+    width: int = 1
     space: str = "elem"
     matrix: str = "last"
 

@@ -17,6 +17,23 @@ from optgen.runtime.records import Field, Variant, as_float, dtype_name
 State = dict[str, Any]
 
 
+_HOME = "_optgen_home"
+
+
+def settle(p: Tensor, device: torch.device | None) -> None:
+    """From now on the states of p are on that device; None: on that of p."""
+    if device is not None:
+        setattr(p, _HOME, device)
+    elif hasattr(p, _HOME):
+        delattr(p, _HOME)
+
+
+def home(p: Tensor) -> torch.device:
+    """Where the states of p are: with it, unless they were settled elsewhere."""
+    found: torch.device = getattr(p, _HOME, p.device)
+    return found
+
+
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)} {list(shape)}"
 
@@ -80,10 +97,10 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
 def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
     """The field's tensor in which every entry decodes to 0."""
     shape = layout.field_shape(field, p.shape)
-    if arena is not None and p.device.type == "cpu":
+    if arena is not None and home(p).type == "cpu":
         made = arena.zeros(shape, field.torch_dtype)
         return made.fill_(field.zero) if field.zero else made
-    return torch.full(shape, field.zero, dtype=field.torch_dtype, device=p.device)
+    return torch.full(shape, field.zero, dtype=field.torch_dtype, device=home(p))
 
 
 def step_count(value: object) -> int | None:
@@ -103,8 +120,8 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
             yield f"{f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}")
         elif describe(value.dtype, tuple(value.shape)) != want:
             yield f"{f.name}: expected {want}, got {describe(value.dtype, tuple(value.shape))}"
-        elif value.device != p.device:
-            yield f"{f.name}: expected on {p.device}, got it on {value.device}"
+        elif value.device != home(p):
+            yield f"{f.name}: expected on {home(p)}, got it on {value.device}"
         elif not value.is_contiguous():
             yield f"{f.name}: expected a contiguous tensor, got strides {value.stride()}"
 

@@ -62,6 +62,29 @@ inline I smaller(I least, I x, int i, int end) {
 inline I largest(const I *rows) { return across(rows, Larger()); }
 inline I smallest(const I *rows) { return across(rows, Smaller()); }
 
+// -- codes of fewer than 8 bits: a byte holds those of neighbours, the first one in its lowest bits
+
+template <int BITS> inline void unpack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
+    constexpr int n = 8 / BITS;
+    for (int j = 0; j < count / n; j++)
+        for (int k = 0; k < n; k++)
+            to[j * n + k] = (uint8_t)(from[j] >> (k * BITS) & ((1 << BITS) - 1));
+}
+template <int BITS> inline void pack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
+    constexpr int n = 8 / BITS;
+    for (int j = 0; j < count / n; j++) {
+        int byte = 0;
+        for (int k = 0; k < n; k++)
+            byte |= from[j * n + k] << (k * BITS);
+        to[j] = (uint8_t)byte;
+    }
+}
+// What lies behind the end of a row is written as 0.
+template <int BLOCK> inline void no_codes(uint8_t *codes, int blocks, const int *live) {
+    for (int b = 0; live && b < blocks; b++)
+        memset(codes + b * BLOCK + live[b], 0, (size_t)(BLOCK - live[b]));
+}
+
 // -- gradients: the element type behind the pointer; a kernel reads them as F
 
 struct float32 {
@@ -79,9 +102,12 @@ struct float16 {
 
 // -- the walk
 
+// What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
+enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH };
+
 struct Column {
-    int bytes;     // per entry
-    bool block;    // one entry for a block, else one for an element
+    int bytes;  // per entry
+    Kind kind;
     bool written;
 };
 
@@ -93,6 +119,11 @@ struct Tensor {
 };
 
 template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
+
+// Entries of so many blocks of a flat tensor.
+inline int64_t entries(Kind kind, int64_t blocks, int block) {
+    return kind == BLOCK_OF ? blocks : kind == EIGHTH ? blocks * (block / 8) : blocks * block;
+}
 
 // A flat tensor is one long row.
 template <class Kernel> Tensor read_row(const int64_t *row) {
@@ -113,11 +144,12 @@ template <class Kernel> Tensor read_row(const int64_t *row) {
 // own; reductions leave out what a block lacks.
 template <class Kernel> void staged(const Tensor &t, int64_t first, int count, const float *scalars, int32_t step_key) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
-    int64_t start[most];
+    int64_t start[most], eights[most];
     int live[most];
     for (int b = 0; b < count; b++) {
         const int64_t row = (first + b) / t.blocks_per_row, lane = (first + b) % t.blocks_per_row * block;
         start[b] = row * t.columns + lane;
+        eights[b] = row * ((t.columns + 7) / 8) + lane / 8;
         live[b] = (int)(t.columns - lane < block ? t.columns - lane : block);
     }
     alignas(64) static thread_local char room[n][Kernel::TILE * 4];
@@ -126,14 +158,17 @@ template <class Kernel> void staged(const Tensor &t, int64_t first, int count, c
         const Column column = Kernel::COLUMNS[c];
         const char *from = (const char *)t.at[c];
         at[c] = room[c];
-        if (column.block) {
+        if (column.kind == BLOCK_OF) {
             memcpy(room[c], from + first * column.bytes, (size_t)count * column.bytes);
             continue;
         }
+        const bool packed = column.kind == EIGHTH;
+        const int size = packed ? block / 8 : block;
         for (int b = 0; b < count; b++) {
-            char *to = room[c] + (size_t)b * block * column.bytes;
-            memcpy(to, from + start[b] * column.bytes, (size_t)live[b] * column.bytes);
-            memset(to + (size_t)live[b] * column.bytes, 0, (size_t)(block - live[b]) * column.bytes);
+            char *to = room[c] + (size_t)b * size * column.bytes;
+            const int n = packed ? (live[b] + 7) / 8 : live[b];
+            memcpy(to, from + (packed ? eights : start)[b] * column.bytes, (size_t)n * column.bytes);
+            memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
         }
     }
     Kernel::tile(at, count, live, (int32_t)(first * block), scalars, step_key, t.stream_key);
@@ -142,12 +177,15 @@ template <class Kernel> void staged(const Tensor &t, int64_t first, int count, c
         if (!column.written)
             continue;
         char *to = (char *)t.at[c];
-        if (column.block) {
+        if (column.kind == BLOCK_OF) {
             memcpy(to + first * column.bytes, room[c], (size_t)count * column.bytes);
             continue;
         }
+        const bool packed = column.kind == EIGHTH;
+        const int size = packed ? block / 8 : block;
         for (int b = 0; b < count; b++)
-            memcpy(to + start[b] * column.bytes, room[c] + (size_t)b * block * column.bytes, (size_t)live[b] * column.bytes);
+            memcpy(to + (packed ? eights : start)[b] * column.bytes, room[c] + (size_t)b * size * column.bytes,
+                   (size_t)(packed ? (live[b] + 7) / 8 : live[b]) * column.bytes);
     }
 }
 
@@ -168,7 +206,7 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
         if (whole) {
             char *at[n];
             for (int c = 0; c < n; c++)
-                at[c] = (char *)t.at[c] + (Kernel::COLUMNS[c].block ? first : first * block) * Kernel::COLUMNS[c].bytes;
+                at[c] = (char *)t.at[c] + entries(Kernel::COLUMNS[c].kind, first, block) * Kernel::COLUMNS[c].bytes;
             Kernel::tile(at, now, nullptr, (int32_t)(first * block), scalars, step_key, t.stream_key);
         } else {
             staged<Kernel>(t, first, now, scalars, step_key);
@@ -210,13 +248,13 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
 }
 
 // What a kernel takes, for the host to compare with its tables: scalars, elements per block, columns, and of each
-// column the bytes per entry and whether it is one for a block.
+// column the bytes per entry and of what it is one.
 template <class Kernel> const int32_t *layout() {
     constexpr int n = width<Kernel>();
     static int32_t out[3 + 2 * n] = {Kernel::SCALARS, Kernel::BLOCK, n};
     for (int c = 0; c < n; c++) {
         out[3 + 2 * c] = Kernel::COLUMNS[c].bytes;
-        out[4 + 2 * c] = Kernel::COLUMNS[c].block;
+        out[4 + 2 * c] = Kernel::COLUMNS[c].kind;
     }
     return out;
 }
