@@ -153,6 +153,7 @@ def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, An
         if key not in ("param_names", "foreach", "fused", "capturable", "differentiable", "format", "backend", "seed"):
             yield f"group {key}: text", lambda s, k=key: s["param_groups"][0].update({k: "none"})
     yield "plan: another", lambda s: s["param_groups"][0].update(plan="fp32")
+    yield "plan: missing", lambda s: s["param_groups"][0].pop("plan")
     yield "plan: unknown", lambda s: s["param_groups"][0].update(plan="int9")
     yield "groups: none", lambda s: s.update(param_groups=[])
     yield "groups: twice", lambda s: s["param_groups"].append(s["param_groups"][0])

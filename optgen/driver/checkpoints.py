@@ -85,7 +85,7 @@ def _open(file: Path, found: Checked) -> dict[str, Any]:
         if bad is not None:
             raise CheckpointError(f"{file} is damaged in {bad}")
         found.unchecked.append("bytes outside the archive's entries: it has no checksum of the whole file")
-        return files.load_torch(file)
+        return _of_torch(file)
     found.kind = "optgen checkpoint"
     return files.read(file)
 
@@ -227,14 +227,22 @@ def _load(file: Path) -> dict[str, Any]:
         if file.suffix == ".safetensors" or files.has_checksum(file):
             return files.read(file)
         try:
-            return files.load_torch(file)
+            return _of_torch(file)
         except CheckpointError as error:
             if "torchao" not in str(error):
                 raise
             _import_torchao()
-            return files.load_torch(file)
+            return _of_torch(file)
     except CheckpointError as error:
-        raise _refuse(file, str(error)) from error
+        raise _refuse(file, str(error).removeprefix(f"{file} ").removeprefix(f"{file}: ")) from error
+
+
+def _of_torch(file: Path) -> dict[str, Any]:
+    """A file of torch.save: one of ours, without its end, is not taken for such."""
+    found = files.load_torch(file)
+    if "optgen_checkpoint" in found:
+        raise CheckpointError(f"{file} was cut short: its checksum is missing")
+    return found
 
 
 def _import_torchao() -> None:
@@ -337,9 +345,7 @@ def _shown(entry: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, torch.dtyp
     return tuple(first.shape), first.dtype if first.dtype in low_bits.NARROW else torch.float32
 
 
-def _in_order(
-    made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path
-) -> None:
+def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path) -> None:
     """Keys for parameters without names: the model's floating tensors in order, where that cannot be wrong."""
     floats: dict[str, Tensor] = {}
     for key, value in model.items():

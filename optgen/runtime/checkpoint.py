@@ -70,6 +70,7 @@ class Loaded(NamedTuple):
     groups: Groups
     rounded: list[tuple[Tensor, Tensor]]
 
+
 def read(
     cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[Any, Any] = MappingProxyType({})
 ) -> Loaded:
@@ -115,6 +116,8 @@ def _present(
     made, states = [], dict(entries)
     for i, group in enumerate(groups):
         if "plan" not in group:
+            if "format" in group:
+                misfits.add(f"group {i}: expected 'plan', it is missing")
             made.append(group)
             continue
         own = {number: entries[number] for number in group["params"] if number in entries}

@@ -9,6 +9,7 @@ Reading checks everything before anything changes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import math
@@ -196,11 +197,11 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
         misfits.add("it has no model: it was saved without one; load the weights first, then the optimizer alone")
         return
     live = model.state_dict(keep_vars=True)
-    for name in live.keys() - saved.keys():
+    for name in (n for n in live if n not in saved):
         misfits.add(f"model: {name}: expected {_what(live[name])}, it is missing")
-    for name in saved.keys() - live.keys():
+    for name in (n for n in saved if n not in live):
         misfits.add(f"model: {name}: not expected, the model has none of that name")
-    for name in live.keys() & saved.keys():
+    for name in (n for n in live if n in saved):
         if _what(live[name]) != _what(saved[name]):
             misfits.add(f"model: {name}: expected {_what(live[name])}, got {_what(saved[name])}")
 
@@ -323,7 +324,9 @@ def load_torch(path: Path) -> dict[str, Any]:
     """What torch.save wrote, without running code; CheckpointError where it holds more than values or is none."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+    except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is what a cut archive is to torch
+            raise
         raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")

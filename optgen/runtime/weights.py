@@ -112,9 +112,9 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
     _own_model(model, owner, owned)
     live = model.state_dict(keep_vars=True)
     if strict:
-        for name in live.keys() - saved.keys():
+        for name in (n for n in live if n not in saved):
             misfits.add(f"{name}: expected {_describe(live[name])}, it is missing")
-        for name in saved.keys() - live.keys():
+        for name in (n for n in saved if n not in live):
             misfits.add(f"{name}: not expected, the model has none of that name")
     loading = Loading()
     first: dict[int, str] = {}
