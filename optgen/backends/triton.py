@@ -255,7 +255,9 @@ class Table:
 
     width    entries of a row
     columns  buffer -> the entry that is its address
-    numel    the entry that is the number of elements; columns and stream key follow
+    numel    the entry that is the number of elements; then columns, stream key, and where the tensor lies in the
+             logical one: row and column of the first element, columns; of several stages also rows and columns of its
+             matrices, and its numel
     """
 
     width: int
@@ -266,7 +268,7 @@ class Table:
     def of(cls, program: Program) -> Table:
         """The table of a step that is one kernel."""
         names = [b.name for b in program.buffers]
-        return cls(len(names) + 3, {name: i for i, name in enumerate(names)}, len(names))
+        return cls(len(names) + 6, {name: i for i, name in enumerate(names)}, len(names))
 
 
 @dataclass(frozen=True)
@@ -431,7 +433,7 @@ LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
     "origin count before number pair odd part end few few_blocks matrices rows width height top left panel panels "
     "stack matrix below which full padded group live_row live_col live_mat at_row at_col at_mat extent_rows "
-    "extent_columns extent_elements".split()
+    "extent_columns extent_elements begin pace".split()
 )
 
 
@@ -464,6 +466,8 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"    columns = tl.load(row + {table.numel + 1})")
     if "stream_key" in keys(schedule):
         out.append(f"    stream_key = tl.load(row + {table.numel + 2}).to(tl.int32)")
+    if counted:
+        out += numbers(table, block)
     out += extents(program, table)
     strict = program.maths == "strict"
     shape = f"[TILE // {block}, {block}]" if block > 1 else "[TILE]"
@@ -491,8 +495,22 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     # lanes of a whole tile.
     if block == 1:
         out.append("    LESS: tl.constexpr = TILE" + ("" if found else " // 2"))
-        out.append("    at = tl.arange(0, TILE)")
         out.append("    few = tl.arange(0, LESS)")
+        if counted:
+            out.append("    if RAGGED:")
+            out.append(
+                "        # Rows are parts of longer ones: elements are numbered row by row, every access is masked."
+            )
+            out.append(f"        columns = tl.load(row + {table.numel + 1})")
+            out.append("        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))")
+            out.append("        for tile in range(first * (TILE // LESS), end):")
+            out.append("            where = tile * LESS + few")
+            out.append("            live = where < numel")
+            out.append("            number = (begin + where // columns * pace + where % columns).to(tl.int32)")
+            out += call(" " * 12, "", "", "True", at="where", live="live", index="number")
+            out.append("    else:")
+            pad = " " * 8
+        out.append(f"{pad}at = tl.arange(0, TILE)")
     else:
         out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
         out.append("    FEW: tl.constexpr = BLOCKS" if found else "    FEW: tl.constexpr = (BLOCKS + 1) // 2")
@@ -511,7 +529,10 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append("            live_block = block < blocks")
         out.append("            live = (lane < columns) & live_block[:, None]")
         if counted:
-            out.append(f"            number = (block.to(tl.int32) * {block})[:, None] + tl.arange(0, {block})[None, :]")
+            out.append(
+                f"            number = (begin + block // per_row * pace + block % per_row * {block}).to(tl.int32)"
+            )
+            out.append(f"            number = number[:, None] + tl.arange(0, {block})[None, :]")
         ragged = dict(at="where", at_block="block", live="live", live_block="live_block", index="number")
         out += call(" " * 12, "", "", "True", **ragged)
         out.append("    else:")
@@ -524,7 +545,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in elementwise]
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
-        out.append(f"{pad}before = origin.to(tl.int32)")
+        out.append(f"{pad}before = (begin + origin).to(tl.int32)")
     # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
     full = dict(at="at", at_block="at_block", live="at", live_block="at_block")
     out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
@@ -581,10 +602,18 @@ def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[s
     return out
 
 
+def numbers(table: Table, block: int) -> list[str]:
+    """How the elements are numbered, each row in whole blocks: from `begin` on, rows `pace` apart."""
+    wide = f"tl.load(row + {table.numel + 5})"
+    pace = wide if block == 1 else f"({wide} + {block - 1}) // {block} * {block}"
+    at, lane = (f"tl.load(row + {table.numel + k})" for k in (3, 4))
+    return [f"    pace = {pace}", f"    begin = {at} * pace + {lane}"]
+
+
 def extents(program: Program, table: Table) -> list[str]:
-    """The sizes of a tensor that the program computes with, as fp32."""
+    """The sizes of the logical tensor that the program computes with, as fp32."""
     wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
-    at = {"rows": table.numel - 2, "columns": table.numel - 1, "elements": table.numel}
+    at = {x: table.numel + 6 + k for k, x in enumerate(("rows", "columns", "elements"))}
     return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at if x in wanted]
 
 

@@ -113,36 +113,52 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def rows(columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams: Sequence[int]) -> list[list[int]]:
-    """The table, a row per tensor: its addresses (p, g, the fields), numel, columns, stream key."""
+SIZES = 6
+"""Entries of a table row behind its addresses."""
+
+
+def rows(
+    columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams: Sequence[int], places: Places = None
+) -> list[list[int]]:
+    """The table, a row per tensor: its addresses (p, g, the fields), numel, columns, stream key; then where it lies in
+    the logical tensor: row and column of its first element, columns of that tensor (layout.Place)."""
     return [
-        [*addresses, math.prod(shape), layout.grid(shape)[1], stream]
-        for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True)
+        [*addresses, math.prod(shape), layout.grid(shape)[1], stream, *place[:3]]
+        for *addresses, shape, stream, place in zip(
+            *columns, shapes, streams, places or map(layout.place, shapes), strict=True
+        )
     ]
 
 
 def stage_rows(
-    columns: Sequence[Sequence[int]], room: Workspace, shapes: Sequence[torch.Size], streams: Sequence[int]
+    columns: Sequence[Sequence[int]],
+    room: Workspace,
+    shapes: Sequence[torch.Size],
+    streams: Sequence[int],
+    places: Places = None,
 ) -> list[list[int]]:
     """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials), then the number
-    of matrices, their rows and columns, then numel, columns, stream key."""
+    of matrices, their rows and columns, then as in `rows`; then rows and columns of the matrices of the logical tensor,
+    and its numel."""
     sizes = [list(column) for column in zip(*(matrices(shape) for shape in shapes), strict=True)]
-    return rows([*columns, *room.columns, *sizes], shapes, streams)
+    lines = rows([*columns, *room.columns, *sizes], shapes, streams, places)
+    return [[*line, *place[3:]] for line, place in zip(lines, places or map(layout.place, shapes), strict=True)]
 
 
 def sizes(line: Sequence[int]) -> tuple[int, int]:
     """(numel, columns) of a table row."""
-    return line[-3], line[-2]
+    return line[-SIZES], line[-SIZES + 1]
 
 
 def is_aligned(line: Sequence[int]) -> bool:
-    return all(address % ALIGNMENT == 0 for address in line[:-3])
+    return all(address % ALIGNMENT == 0 for address in line[:-SIZES])
 
 
-def is_ragged(line: Sequence[int], block: int) -> bool:
-    """Whether rows end within a block, so that blocks are not flat memory."""
+def is_ragged(line: Sequence[int], block: int, counted: bool) -> bool:
+    """Whether blocks are walked row by row: where rows end within a block, so that blocks are not flat memory; or where
+    rows are parts of longer ones, and elements are counted."""
     numel, columns = sizes(line)
-    return columns % block != 0 and numel != columns
+    return (columns % block != 0 or (counted and columns != line[-1])) and numel != columns
 
 
 def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:
@@ -174,8 +190,11 @@ class Launch:
     work: Tensor
 
 
-Signature = tuple[list[torch.Size], list[int], list[list[int]]]
-"""(shapes, stream keys, columns of addresses) of a bucket's tensors: while equal, the tables hold."""
+Places = Sequence[layout.Place] | None
+"""Of each tensor; None: each is all of its logical tensor."""
+
+Signature = tuple[list[torch.Size], list[int], list[list[int]], Places]
+"""(shapes, stream keys, columns of addresses, places) of a bucket's tensors: while equal, the tables hold."""
 
 
 def signature(bucket: Bucket) -> Signature:
@@ -186,7 +205,7 @@ def signature(bucket: Bucket) -> Signature:
     shapes = [p.shape for p in params]
     if bucket.variant.matrix != "last":
         shapes = [layout.matrix_shape(bucket.variant.matrix, shape) for shape in shapes]
-    return shapes, bucket.streams, columns
+    return shapes, bucket.streams, columns, bucket.places
 
 
 @dataclass(slots=True)
@@ -227,7 +246,16 @@ class Launcher:
             raise
         with guard(bucket.device):
             stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
-            place = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
+            place = (
+                bucket.group,
+                bucket.backend,
+                bucket.variant,
+                bucket.grad_dtype,
+                bucket.device,
+                bucket.cut,
+                stream,
+                _tuning,
+            )
             self._alike[place] += 1  # several buckets where parameters have made unequally many steps
             key = (*place, self._alike[place])
             old = self._kept.get(key)
@@ -238,7 +266,7 @@ class Launcher:
                     old = Tables(now, [], cpu_stages.table(bucket.variant, *now, same))
                 elif bucket.backend == "cpp":
                     columns, names = now[2], bucket.variant.names
-                    old = Tables(now, [], cpu.table(rows(columns, now[0], now[1]), len(names)))
+                    old = Tables(now, [], cpu.table(rows(columns, now[0], now[1], now[3]), len(names)))
                 elif bucket.variant.stages:
                     kernels = plans.part(bucket.plan, "triton_kernels")
                     kept = old.staged if old else None
@@ -253,10 +281,11 @@ class Launcher:
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = _tuning.sizes(kernels, function)
         parts: dict[tuple[bool, bool], list[list[int]]] = {}
-        shapes, streams, columns = now
-        for line in rows(columns, shapes, streams):
+        shapes, streams, columns, places = now
+        for line in rows(columns, shapes, streams, places):
             if sizes(line)[0]:
-                parts.setdefault((is_aligned(line), is_ragged(line, block)), []).append(line)
+                key = is_aligned(line), is_ragged(line, block, bucket.variant.stochastic)
+                parts.setdefault(key, []).append(line)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
         for (aligned, ragged), lines in parts.items():
@@ -281,7 +310,7 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int)
     grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
     if tables.staged is not None:
         told = functools.partial(_limits, kernels, bucket.device)
-        if not bucket.variant.is_simple:
+        if bucket.in_parts:
             staged.run(runner(bucket, tables, scalars, step_key))
             return
         with guard(bucket.device):
