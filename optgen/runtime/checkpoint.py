@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout, options, plans, state
+from optgen.runtime import layout, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Field, Variant, as_float
 
@@ -161,7 +161,8 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Aren
     sizes: list[int] = []
     for p in params:
         with suppress(TypeError, ValueError):
-            sizes += state.sizes(select(cls, group, p)[2], p, {}) if p.device.type == "cpu" else ()
+            here = p.device.type == "cpu" and not sharding.is_sharded(p)
+            sizes += state.sizes(select(cls, group, p)[2], p, {}) if here else ()
     return Arena(sizes)
 
 
@@ -181,9 +182,17 @@ def _load_one(
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
-    dense = is_dense(variant, p, found)
     before = len(misfits.lines)
     where = f"{where}, plan {plan_name}"
+    parts = None
+    if sharding.is_sharded(p):
+        try:
+            parts = sharding.Parts.of(p, variant)
+            p, found = parts.weight(p), parts.taken(found)
+        except ValueError as error:
+            misfits.add(f"{where}: {error}")
+            return None
+    dense = is_dense(variant, p, found)
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
     for key in found.keys() - expected:
         misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
@@ -193,12 +202,12 @@ def _load_one(
             values = {key: found[key].to(p.device) for key in variant.states}
             room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
             made.update(layout.encode(plan, variant, p, values, variant.names, room))
-        return made
+        return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)
         if tensor is not None:
             made[f.name] = tensor
-    return made
+    return made if parts is None else parts.wrapped(made)
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
@@ -259,5 +268,5 @@ def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[st
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
     for name in variant.host_names:
         dense[name] = torch.tensor(entry[name], dtype=torch.float32)
-    dense.update(layout.decode(plan, variant, p, entry, variant.states))
+    dense.update(sharding.decode(plan, variant, p, entry, variant.states))
     return dense

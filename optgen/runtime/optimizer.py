@@ -18,7 +18,6 @@ from optgen.runtime import (
     evaluation,
     keys,
     launch,
-    layout,
     memory,
     options,
     plans,
@@ -390,7 +389,7 @@ class Optimizer(torch.optim.Optimizer):
             if shard is None:
                 states[b.params[i]] = entry
             else:
-                shard.owner.update(sharding.wrap_state(b.variant, shard.layout, entry, shard.gathered))
+                shard.owner.update(shard.parts.wrapped(entry))
                 states[shard.p] = shard.owner
         whole.collect_states(buckets.values())
         return list(buckets.values())
@@ -418,12 +417,11 @@ class Optimizer(torch.optim.Optimizer):
     ) -> sharding.Shard:
         """How a DTensor lies; ValueError where no kernel can update its parts."""
         try:
-            of = sharding.layout_of(p)
-            gathered = sharding.mode(variant, of) == "gathered"
+            parts = sharding.Parts.of(p, variant)
         except ValueError as error:
             where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
             raise ValueError(f"{type(self).__name__}: {state.label(p, name)}, {where}: {error}") from None
-        return sharding.Shard(p, of, position, entry if entry is not None else {}, gathered, gathered)
+        return sharding.Shard(p, parts.layout, position, entry if entry is not None else {}, parts, parts.gathered)
 
     def _local_gradient(self, p: Any, g: Tensor, name: str | int) -> Tensor:
         try:
@@ -503,7 +501,7 @@ class Optimizer(torch.optim.Optimizer):
             ]
             self._trained = {p: trained for p, trained, _ in found}
             for p, _, weights in found:
-                p.copy_(weights)
+                sharding.local(p).copy_(weights)
 
     def train(self) -> None:
         """Puts back the weights that `eval()` took out, bit for bit."""
@@ -581,7 +579,7 @@ class Optimizer(torch.optim.Optimizer):
                 if kept:
                     _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
                     state.check(variant, entry.p, kept, entry.name)
-                    weights[entry.name] = layout.decode(plan, variant, entry.p, kept, ("p",))["p"]
+                    weights[entry.name] = sharding.decode(plan, variant, entry.p, kept, ("p",))["p"]
                 else:
                     weights[entry.name] = entry.p.detach().to(torch.float32, copy=True).contiguous()
         return weights

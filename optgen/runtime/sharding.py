@@ -17,8 +17,9 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -268,13 +269,95 @@ def wrapped(part: Tensor, of: Layout) -> DTensor:
     return DTensor.from_local(part, of.mesh, of.placements, run_check=False, shape=of.shape, stride=stride)
 
 
-def wrap_state(variant: Variant, of: Layout, entry: Mapping[str, Any], gathered: bool) -> dict[str, Any]:
-    """A state made on this rank's part, as it is kept: DTensors."""
-    fields = {f.name: f for f in variant.fields}
-    return {
-        name: wrapped(value, field_layout(fields[name], of, gathered)) if name in fields else value
-        for name, value in entry.items()
-    }
+@dataclass(frozen=True)
+class Parts:
+    """A DTensor parameter and its states, as parts and as they are kept.
+
+    gathered   whether all ranks keep all of the states
+    """
+
+    variant: Variant
+    layout: Layout
+    gathered: bool
+
+    @classmethod
+    def of(cls, p: Any, variant: Variant) -> Parts:
+        """ValueError where the parts are none that kernels can update."""
+        found = layout_of(p)
+        return cls(variant, found, mode(variant, found) == "gathered")
+
+    def field(self, f: Field) -> Layout:
+        """How a field lies."""
+        return field_layout(f, self.layout, self.gathered)
+
+    def weight(self, p: Any) -> Tensor:
+        """The weight that stands beside this rank's states: its part of it, or all of it."""
+        part: Tensor = local(p).detach()
+        if not self.gathered:
+            return part
+        wanted = Whole(self.layout, part)
+        gather([wanted])
+        assert wanted.found is not None
+        return wanted.found
+
+    def wrapped(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """A state made for `weight`, as it is kept: DTensors."""
+        fields = {f.name: f for f in self.variant.fields}
+        return {
+            name: wrapped(value, self.field(fields[name])) if name in fields else value for name, value in entry.items()
+        }
+
+    def taken(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank takes of a saved state: of DTensors that lie as its own, and of whole tensors; dense values
+        of states, too.  ValueError where one fits neither."""
+        fields = {f.name: f for f in self.variant.fields}
+        few = {f.owner: f for f in self.variant.fields if f.space != "elem"}
+        out = {}
+        for name, value in entry.items():
+            own = [self.field(fields[name])] if name in fields else []
+            if name in self.variant.states:
+                dense = self.layout if name not in few else self.field(few[name])
+                own.append(dense if not self.gathered else _everywhere(dense))
+            if not own or not isinstance(value, Tensor):
+                out[name] = value
+                continue
+            of = next((x for x in own if x.shape == value.shape), None)
+            if of is None:
+                shapes = " or ".join(str(list(x.shape)) for x in own)
+                raise ValueError(f"{name}: expected a tensor of shape {shapes} over all ranks, got {list(value.shape)}")
+            if not is_sharded(value):
+                out[name] = part_of(value, of)
+                continue
+            kept: Any = value
+            if kept.device_mesh != of.mesh:
+                raise ValueError(f"{name}: expected a tensor over {of.mesh}, got one over another mesh")
+            if tuple(kept.placements) != of.placements:
+                kept = kept.redistribute(placements=of.placements)
+            out[name] = local(kept)
+        return out
+
+
+def _everywhere(of: Layout) -> Layout:
+    """The same tensor where all ranks have all of it."""
+    return _layout(of.mesh, tuple(_moved(placement, None) for placement in of.placements), of.shape)
+
+
+def decode(
+    plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any], wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """layout.decode; of a DTensor: DTensors that lie as it does, or as the fields do that hold few values."""
+    if not is_sharded(p):
+        return layout.decode(plan, variant, p, entry, wanted)
+    parts = Parts.of(p, variant)
+    made = layout.decode(plan, variant, parts.weight(p), locals_of(entry), wanted)
+    few = {f.owner: f for f in variant.fields if f.space != "elem"}
+    out: dict[str, Tensor] = {}
+    for name, value in made.items():
+        if name in few:
+            out[name] = wrapped(value, parts.field(few[name]))
+        else:
+            out[name] = wrapped(part_of(value, parts.layout).contiguous() if parts.gathered else value, parts.layout)
+    return out
 
 
 Mode = Literal["local", "gathered"]
@@ -356,7 +439,6 @@ class Shard:
 
     position  over all groups: the order in which ranks send
     owner     the state that the optimizer keeps, of DTensors
-    gathered  whether all ranks keep all of the states
     whole     whether the kernels of this step see the whole logical tensor, and this rank keeps its part of the result
     """
 
@@ -364,8 +446,12 @@ class Shard:
     layout: Layout
     position: int
     owner: dict[str, Any]
-    gathered: bool
+    parts: Parts
     whole: bool = False
+
+    @property
+    def gathered(self) -> bool:
+        return self.parts.gathered
 
 
 def gradient(p: DTensor, g: Any) -> Tensor:
@@ -532,7 +618,7 @@ def agreed(params: Sequence[DTensor]) -> list[bool]:
 
 
 __all__ = [
-    "Exchange", "Layout", "Shard", "Sum", "Whole", "agreed", "chunk", "field_layout", "gather", "gradient",
-    "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "part_of", "reduce", "reduced", "region", "role",
-    "serve", "wrap_state", "wrapped",
+    "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "chunk", "decode", "field_layout", "gather",
+    "gradient", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "part_of", "reduce", "reduced",
+    "region", "role", "serve", "wrapped",
 ]  # fmt: skip
