@@ -499,7 +499,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         if counted:
             out.append("    if RAGGED:")
             out.append(
-                "        # Rows are parts of longer ones: elements are numbered row by row, every access is masked."
+                "        # Rows are parts of longer ones, or begin within eight elements: every access is masked."
             )
             out.append(f"        columns = tl.load(row + {table.numel + 1})")
             out.append("        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))")
@@ -545,7 +545,8 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in elementwise]
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
-        out.append(f"{pad}before = (begin + origin).to(tl.int32)")
+        eights = "begin" if block > 1 else "begin // 8 * 8"
+        out.append(f"{pad}before = ({eights} + origin).to(tl.int32)")
     # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
     full = dict(at="at", at_block="at_block", live="at", live_block="at_block")
     out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
@@ -556,11 +557,11 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out.append(f"{pad}    start = {'pair' if counted else 'opaque(pair)'} * (2 * TILE)")
     out.append(f"{pad}    for odd in tl.static_range(2):")
     further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
-    out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + at")
+    out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + (at & -8) | at & 7")
     out.append(f"{pad}tile = count // (2 * TILE) * 2")
     out.append(f"{pad}start = tile * TILE")
     out.append(f"{pad}if start + TILE <= count:")
-    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + at")
+    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + (at & -8) | at & 7")
     # No loop, which would carry the address of every element.
     out.append(f"{pad}for part in tl.static_range(TILE // LESS):")
     out.append(f"{pad}    start = count // TILE * TILE + part * LESS")
@@ -570,7 +571,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"{pad}        live_block = few_blocks * {block} < count - start")
     partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block")
     further = "start", "count // TILE * BLOCKS + part * FEW"
-    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + few")
+    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + (few & -8) | few & 7")
     for t in found:
         lanes = f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])"
         for b in t.partials:
@@ -603,10 +604,15 @@ def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[s
 
 
 def numbers(table: Table, block: int) -> list[str]:
-    """How the elements are numbered, each row in whole blocks: from `begin` on, rows `pace` apart."""
+    """How the elements are numbered, each row in whole blocks: from `begin` on, rows `pace` apart.
+
+    Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
+    they hash once for eight elements.
+    """
     wide = f"tl.load(row + {table.numel + 5})"
     pace = wide if block == 1 else f"({wide} + {block - 1}) // {block} * {block}"
     at, lane = (f"tl.load(row + {table.numel + k})" for k in (3, 4))
+    lane += f" // {block} * {block}" if block > 1 else ""
     return [f"    pace = {pace}", f"    begin = {at} * pace + {lane}"]
 
 

@@ -156,9 +156,10 @@ def is_aligned(line: Sequence[int]) -> bool:
 
 def is_ragged(line: Sequence[int], block: int, counted: bool) -> bool:
     """Whether blocks are walked row by row: where rows end within a block, so that blocks are not flat memory; or where
-    rows are parts of longer ones, and elements are counted."""
+    elements are counted, and rows are parts of longer ones or do not begin with whole eights (stages.is_apart)."""
     numel, columns = sizes(line)
-    return (columns % block != 0 or (counted and columns != line[-1])) and numel != columns
+    ends_within = columns % block != 0 and numel != columns
+    return ends_within or (counted and stages.is_apart(numel, columns, block, line[-3:]))
 
 
 def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:

@@ -243,8 +243,10 @@ class _Maker:
         groups: dict[tuple[bool, bool], list[int]] = {}
         for i, shape in enumerate(self.shapes):
             rows, columns = layout.grid(shape)
-            counted = self.variant.stochastic and columns != self.places[i].width
-            groups.setdefault((self.own[i], (columns % stage.block != 0 or counted) and rows > 1), []).append(i)
+            ragged = columns % stage.block != 0 and rows > 1
+            if self.variant.stochastic:
+                ragged |= is_apart(rows * columns, columns, stage.block, self.places[i])
+            groups.setdefault((self.own[i], ragged), []).append(i)
         for (aligned, ragged), tensors in groups.items():
             counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
             constants = {"TILES": per_item, "RAGGED": ragged, "ALIGNED": aligned}
@@ -358,6 +360,15 @@ class _Maker:
             work = torch.tensor(lines, dtype=torch.int32).to(self.device)
             constants = {"LANES": lanes} if only is None or len(stages) == 1 else {"LANES": lanes, "ROUND": only}
             self._add(stages[0].kernel, self.plan.table, work, BETWEEN, constants, scalars)
+
+
+def is_apart(numel: int, columns: int, block: int, place: Sequence[int]) -> bool:
+    """Whether a tensor's elements are not numbered one after the other, eights that share a hash side by side.
+
+    place   row and column of the first element in the logical tensor, columns of that
+    """
+    row, column, width = place[:3]
+    return (columns != width and numel != columns) or (block == 1 and (row * width + column) % 8 != 0)
 
 
 def _is_common(call: Call) -> bool:
