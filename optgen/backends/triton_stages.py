@@ -301,13 +301,15 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         # Rows of matrices are those of dimension 0, or follow one another.
         padded = f"blocks * {block}" if block > 1 else "columns"
         out.append(f"    padded = tl.where(columns == tl.load(row + {frame.numel + 1}), pace, {padded}).to(tl.int32)")
-        out.append("    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + lane")
+        # Rows of blocks begin with a multiple of 8, of which compilers are to know.
+        across, eight = ("(lane & -8)", " | lane & 7") if block > 1 else ("lane", "")
+        out.append(f"    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + {across}")
     for t in found:
         if any(b.space.name == "col" for b in t.partials):
             out.append(f"    {t.name}s = tl.full([{panel}], {_nothing(t)}, tl.float32)")
     given = {"at_col": "lane", "at_mat": "0", "live_mat": "rows > 0"}
     if counted:
-        given["index"] = "before + (start + at_row) * padded"
+        given["index"] = f"before + (start + at_row) * padded{eight}"
     moved = {}
     for b in program.buffers:
         if b.space.size:
