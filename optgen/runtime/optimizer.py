@@ -397,9 +397,11 @@ class Optimizer(torch.optim.Optimizer):
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
         wanted: list[Any] = []
+        chosen: dict[tuple[int, torch.dtype, torch.device], Choice] = {}
         for entry in self._entries():
             if entry.p.requires_grad and isinstance(entry.p, sharded):
-                choice = Choice(type(self), entry.group, entry.p)
+                kind = id(entry.group), entry.p.dtype, entry.p.device
+                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p)
                 if self._sends(choice.variant(entry.p), entry.p):
                     wanted.append(entry.p)
         found = sharding.agreed(wanted) if wanted else []

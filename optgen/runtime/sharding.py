@@ -520,10 +520,10 @@ def reduce(items: Sequence[Sum]) -> None:
             if depth < len(item.groups):
                 mesh, dim = item.groups[depth]
                 group = mesh.get_group(dim)
-                key = group.group_name, item.largest, item.value.device
+                key = group.group_name, item.largest, _sent_from(mesh, item.value.device)
                 together.setdefault(key, (group, []))[1].append(item.value)
-        for (_, largest, _), (group, values) in together.items():
-            flat = torch.cat([value.reshape(-1) for value in values])
+        for (_, largest, device), (group, values) in together.items():
+            flat = torch.cat([value.reshape(-1) for value in values]).to(device)
             if largest:
                 ordered = _ordered(flat)
                 dist.all_reduce(ordered, dist.ReduceOp.MAX, group=group)
@@ -532,6 +532,12 @@ def reduce(items: Sequence[Sum]) -> None:
                 dist.all_reduce(flat, group=group)
             for value, new in zip(values, torch.split(flat, [value.numel() for value in values]), strict=True):
                 value.copy_(new.view(value.shape))
+
+
+def _sent_from(mesh: DeviceMesh, device: torch.device) -> torch.device:
+    """Where a tensor is sent from: the mesh's devices, because its ranks may have no way between others (NCCL has none
+    between CPUs, where states that are offloaded lie); what has no memory stays so."""
+    return device if device.type in ("meta", mesh.device_type) else torch.device(mesh.device_type)
 
 
 def _ordered(x: Tensor) -> Tensor:
@@ -553,7 +559,8 @@ def gather(items: Sequence[Whole]) -> None:
     together: dict[tuple[Any, tuple[int, ...], torch.device], list[Whole]] = {}
     for item in items:
         dims = tuple(item.layout.dims())
-        together.setdefault((item.layout.mesh, dims, item.value.device), []).append(item)
+        device = _sent_from(item.layout.mesh, item.value.device)
+        together.setdefault((item.layout.mesh, dims, device), []).append(item)
     for (mesh, dims, device), some in together.items():
         room = [_most(item.layout, item.value.element_size()) for item in some]
         packed = torch.zeros(sum(room), dtype=torch.uint8, device=device)
@@ -568,7 +575,14 @@ def gather(items: Sequence[Whole]) -> None:
         pieces = packed.view(*(mesh.size(dim) for dim in reversed(dims)), sum(room))
         begin = 0
         for item, size in zip(some, room, strict=True):
-            item.found = torch.empty(item.layout.shape, dtype=item.value.dtype, device=device)
+            item.found = torch.empty(item.layout.shape, dtype=item.value.dtype, device=item.value.device)
+            if len(dims) == 1 and item.layout.cuts[dims[0]] == (0, 1):
+                # Equal parts one after the other, but for the last one: no need to look at each.
+                data = pieces[:, begin : begin + _largest_part(item.layout) * item.value.element_size()].reshape(-1)
+                data = data[: item.found.numel() * item.value.element_size()].view(item.value.dtype)
+                item.found.copy_(data.view(item.found.shape))
+                begin += size
+                continue
             for coordinate in item.layout.coordinates():
                 spans = item.layout.at(coordinate)
                 shape = [b - a for a, b in spans]
@@ -601,14 +615,14 @@ def agreed(params: Sequence[DTensor]) -> list[bool]:
     """
     import torch.distributed as dist
 
-    meshes: dict[tuple[Any, torch.device], list[int]] = {}
+    meshes: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
-        meshes.setdefault((p.device_mesh, p.device), []).append(i)
+        meshes.setdefault(p.device_mesh, []).append(i)
     found = [p.grad is not None for p in params]
-    for (mesh, device), some in meshes.items():
+    for mesh, some in meshes.items():
         if mesh.get_coordinate() is None:
             continue
-        have = torch.tensor([found[i] for i in some], dtype=torch.uint8).to(device)
+        have = torch.tensor([found[i] for i in some], dtype=torch.uint8).to(mesh.device_type)
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))

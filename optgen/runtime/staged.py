@@ -6,7 +6,7 @@ That is functions of whole matrices, which torch computes, and sums over the mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,9 @@ from optgen.runtime import layout, matrices, sharding
 from optgen.runtime.bucket import Bucket
 from optgen.runtime.records import Stage, Variant
 from optgen.runtime.workspace import Workspace, entries
+
+AT_ONCE = 2**28
+"""Bytes of matrices that are put together from their parts at a time."""
 
 Runner = Generator[list[Tensor] | sharding.Exchange, Tensor | None, None]
 """Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
@@ -171,11 +174,26 @@ def _call(
     for x in own:
         seen = x.view(layout.matrix_shape(matrix, x.shape))
         seen.copy_(function(seen, *given))
-    if bucket.cut:
-        yield sharding.Exchange(wholes=[wanted for _, wanted in parted])
+    for some in _batches(parted):
+        yield sharding.Exchange(wholes=[wanted for _, wanted in some])
+        for x, wanted in some:
+            assert wanted.found is not None
+            seen = wanted.found.view(layout.matrix_shape(matrix, wanted.found.shape))
+            made = function(seen, *given).view(wanted.found.shape)
+            x.copy_(sharding.part_of(made, wanted.layout))
+            wanted.found = None
+
+
+def _batches(parted: list[tuple[Tensor, sharding.Whole]]) -> Iterator[list[tuple[Tensor, sharding.Whole]]]:
+    """Matrices that are wanted whole at one time: as many as AT_ONCE holds, one at least."""
+    some: list[tuple[Tensor, sharding.Whole]] = []
+    room = 0
     for x, wanted in parted:
-        assert wanted.found is not None
-        seen = wanted.found.view(layout.matrix_shape(matrix, wanted.found.shape))
-        made = function(seen, *given).view(wanted.found.shape)
-        x.copy_(sharding.part_of(made, wanted.layout))
-        wanted.found = None
+        size = wanted.layout.shape.numel() * x.element_size()
+        if some and room + size > AT_ONCE:
+            yield some
+            some, room = [], 0
+        some.append((x, wanted))
+        room += size
+    if some:
+        yield some
