@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from optgen.runtime import sharding
-from tools import check_sharding
+from tools import check_sharding, scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,3 +94,31 @@ def test_the_largest_of_all_ranks_is_a_number_s_order() -> None:
     assert torch.equal(back[:-1], x[:-1])
     assert back[-1].isnan()
     assert sharding._unordered(sharding._ordered(torch.tensor(-torch.nan))).isnan()
+
+
+def test_what_a_step_on_1024_ranks_keeps_and_sends() -> None:
+    """docs/scaling.md says what the tool counts."""
+    found = subprocess.run(
+        [sys.executable, ROOT / "tools" / "scaling.py"], capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
+    assert found.returncode == 0, found.stderr[-8000:]
+    table = [line for line in found.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(scaling.RULES)
+    assert "\n".join(table) in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("rank", [0, 1023])
+def test_element_wise_rules_send_nothing_where_no_vector_cuts_blocks(rank: int) -> None:
+    code = (
+        "from tools import scaling; from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "import torch.distributed as dist\n"
+        f"dist.init_process_group('fake', store=FakeStore(), rank={rank}, world_size=1024)\n"
+        "scaling.shapes = lambda: [(8192, 8192), (1024, 8192), (100, 8192)]\n"
+        "row = scaling.row('AdamW', 1024)\n"
+        "here = {0: 8 + 1 + 1, 1023: 8 + 1}[dist.get_rank()]\n"
+        "assert row.sent.messages == {}, row\n"
+        "assert row.elements == here * 8192, row\n"
+        "assert row.states == here * 8192 * 3 + here * (8192 // 64) * 4, row\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert found.returncode == 0, found.stderr[-8000:]
