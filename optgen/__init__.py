@@ -2,12 +2,13 @@
 
     optgen.compile("specs/mine.py", plan="int8_split24")     a class in memory
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
+    optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
 """
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "cast_model", "compile"]
+__all__ = ["__version__", "cast_model", "compile", "load_checkpoint", "save_checkpoint"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> object:
         from optgen.cast import cast_model
 
         return cast_model
+    if name in ("load_checkpoint", "save_checkpoint"):
+        from optgen.runtime import files
+
+        return getattr(files, name)
     raise AttributeError(f"module 'optgen' has no attribute {name!r}")
 
 

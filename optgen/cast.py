@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from optgen.runtime import low_bits as bits
 
-def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = ()) -> nn.Module:
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *, low_bits: bool = True) -> nn.Module:
     """Cast a model's floating-point parameters and buffers to `dtype`, in place; returns the model.
 
-    keep   fnmatch patterns over the names of modules (with all below them), parameters and buffers, which stay as
-           they are: ["lm_head", "*.router", "*inv_freq"].  A pattern that matches nothing is an error.
+    keep       fnmatch patterns over the names of modules (with all below them), parameters and buffers, which stay as
+               they are: ["lm_head", "*.router", "*inv_freq"].  A pattern that matches nothing is an error.
+    low_bits   keep what 16-bit weights lose here (2 bytes per trainable parameter) until an optimizer's first step:
+               plans that store more bits of a weight than the model shows then start from the fp32 weights exactly.
+               Other plans drop them.  False for models that are not going to be trained.
 
     Norms with running statistics (batch norm, and instance norm that tracks them) stay as well: a running average
     moves by less than half a 16-bit ulp and would stand still, and torch computes these layers in mixed precision.
@@ -40,7 +45,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = ()) -
     for _, tensor in tensors:
         if id(tensor) not in kept | done and tensor.is_floating_point():
             done.add(id(tensor))
-            _cast(tensor, dtype)
+            _cast(tensor, dtype, low_bits)
+    bits.carry(model, model.parameters())
     for name in sorted(kept_modules):
         if not _below(name.rpartition(".")[0], kept_modules):
             _at_boundary(modules[name], dtype)
@@ -67,14 +73,26 @@ def _check_patterns(keep: Sequence[str], names: Sequence[str]) -> None:
             raise ValueError(f"cast_model: keep pattern {pattern!r} matches no module, parameter or buffer{guess}")
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Change the dtype of a tensor object, and of its gradient, in place."""
+def _cast(tensor: Tensor, dtype: torch.dtype, low_bits: bool) -> None:
+    """Change the dtype of a tensor object, and of its gradient, in place; `low_bits`: keep what a weight loses."""
     grad = tensor.grad if tensor.is_leaf else None
     if grad is not None:
         tensor.grad = None
-    tensor.data = tensor.data.to(dtype)
+    if tensor.dtype != dtype:  # else what was kept when it was cast to this dtype is still true
+        kept = bits.exact(tensor)
+        exact = tensor.data if kept is None else kept
+        tensor.data = exact.to(dtype)
+        bits.drop(tensor)
+        if low_bits and isinstance(tensor, nn.Parameter) and tensor.requires_grad and _has_bits(exact):
+            bits.keep(tensor, exact)
     if grad is not None:
         tensor.grad = grad.to(dtype)
+
+
+def _has_bits(exact: Tensor) -> bool:
+    """Whether a weight has low bits that can be kept: fp32 numbers in memory of its own."""
+    plain = type(exact) is Tensor and exact.layout is torch.strided and not exact.is_meta
+    return plain and exact.dtype == torch.float32
 
 
 class _In:

@@ -56,6 +56,27 @@ int8_split24 = Plan(
     nonneg=LogMinMax(8, 64, of="sqrt"),
 )
 
+int6_split24 = Plan(
+    "bf16 weight and 8 more bits, 6-bit moments, all rounded stochastically: 4.5625 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(6, 64, softsign(1), scales.ue8m8, relative=True),
+    nonneg=LogMinMax(6, 64, of="sqrt"),
+)
+
+int5_split24 = Plan(
+    "bf16 weight and 8 more bits, 5-bit moments, all rounded stochastically: 4.3125 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
+    nonneg=LogMinMax(5, 64, of="sqrt"),
+)
+
+int4_split24 = Plan(
+    "bf16 weight and 8 more bits, 4-bit moments, all rounded stochastically: 4.0625 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
+    nonneg=LogMinMax(4, 64, of="sqrt"),
+)
+
 int8 = Plan(
     "The 8-bit moments of int8_split24 for fp32 weights: 6.0625 bytes per fp32 parameter.",
     signed=int8_split24.signed,

@@ -81,7 +81,7 @@ class Pair:
             registers={},
         )
         self.triton = _module(folder / "tri.py", rendered)
-        head = "import math\nfrom optgen.runtime.scalars import divide, exp, floor, log, power, root\n"
+        head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
         lines = host.scalars_function(s.program, unpack_of(spec), "reference")
         lines += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
         self.host = _module(folder / "host.py", head + "\n".join(lines) + "\n")
@@ -95,6 +95,8 @@ class Pair:
                 out[b.name] = weight.to(getattr(torch, b.dtype.torch), copy=True)
             elif b.role != "grad":
                 size = shape if not b.space.size else (rows, -(-columns // b.space.size))
+                if b.dtype.packed:
+                    size = (rows, -(-columns // 8) * b.dtype.bits)
                 biased = b.dtype.name == "u8" and (b.role == "weight" or not b.owner.endswith("sq"))
                 out[b.name] = torch.full(size, 128 if biased else 0, dtype=getattr(torch, b.dtype.torch))
         return out

@@ -197,7 +197,7 @@ def build(cell: Cell) -> Built:
     storage = plan.storage(spec.present(flags), param, cell.small, recurrences)
     compiled = compile_case(spec, Case(flags, param, cell.small, storage))
     schedules = [*(x.schedule for x in compiled.strict.stages), compiled.decode, compiled.encode]
-    lines = ["import math", "import torch", "from optgen.runtime.scalars import divide, exp, floor, log, power, root"]
+    lines = ["import torch", f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}"]
     lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
     lines += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
     lines += reference.step_function(compiled.strict, "step")

@@ -22,9 +22,12 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"ir", "ops", "base"},
     "lower": {"lang", "formats", "ir", "ops", "base"},
     "verify": {"lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},
-    "driver": {"verify", "lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime"},
+    "driver": {
+        "verify", "lower", "passes", "backends", "formats", "lang", "ir", "ops", "base", "runtime", "_generated",
+    },
     "runtime": set(),
     "cast": {"runtime"},
+    "accumulate": {"driver", "formats", "lang"},
     "__main__": {"driver"},
     "optim": {"_generated", "runtime", "driver"},
     "_generated": set(),
@@ -41,9 +44,10 @@ OUTSIDE: dict[str, set[str]] = {
     "backends": {"jinja2"},
     "lower": set(),
     "verify": {"sympy", "torch", "numpy", "hypothesis"},
-    "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click"},
-    "runtime": {"torch", "triton"},
+    "driver": {"typer", "rich", "torch", "jinja2", "hypothesis", "click", "torchao"},
+    "runtime": {"torch", "triton", "safetensors"},
     "cast": {"torch"},
+    "accumulate": set(),
     "__main__": set(),
     "optim": set(),
     "_generated": set(),
@@ -125,11 +129,14 @@ def test_room(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "torchtitan"}
+
+
 @pytest.mark.parametrize(
     ("folder", "rooms", "packages"),
     [
         ("specs", {"lang", "formats"}, {"specs"}),
-        ("examples", {"lang", "formats"}, set()),
+        ("examples", {"lang", "formats", "optim", "accumulate"}, FRAMEWORKS),
         ("generated", {"runtime"}, {"torch", "triton", "generated"}),
     ],
 )

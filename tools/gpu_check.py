@@ -165,7 +165,25 @@ class Check:
             outcome = self.huge()
             outcomes[outcome.case] = outcome
         right = self.note_correctness(cases, outcomes, started)
-        return self.stages(limit - (self.clock.elapsed - started)) and right
+        right = self.stages(limit - (self.clock.elapsed - started)) and right
+        return self.graphs() and right
+
+    def graphs(self) -> bool:
+        """Steps captured in CUDA graphs and replayed."""
+        import torch
+        from gpu import graphs
+
+        if self.chosen.kernels or self.dry:
+            return True
+        done = list(graphs.check(torch.device(self.chosen.device)))
+        for outcome in done:
+            if outcome.problems:
+                self.clock.say(f"FAILED graph of {outcome.case}: {outcome.problems[0]}")
+        self.data["graphs"] = [asdict(outcome) for outcome in done]
+        self.save()
+        right = sum(not outcome.problems for outcome in done)
+        self.clock.say(f"CUDA graphs: {right} of {len(done)} give the bits of steps outside a graph")
+        return right == len(done)
 
     def stages(self, limit: float) -> bool:
         """Rules of several sweeps, in the seconds that are left."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from optgen.backends.idioms import idiom
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Buffer, Let, Schedule, Store
+from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
@@ -33,7 +33,7 @@ _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole number
 _KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t", "M": "int32_t"}
 _STORED: Mapping[str, str] = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
-    "u8": "uint8_t",
+    "u8": "uint8_t", "u4": "uint8_t", "u2": "uint8_t", "u1": "uint8_t",
 }  # fmt: skip
 # What the printed functions name themselves, call or receive, and C++'s own words.
 RESERVED = frozenset(
@@ -44,18 +44,18 @@ RESERVED = frozenset(
     "false first float float16 float32 floor fma for friend goto Grad halves halves_of_lanes I i I16 if "
     "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined lane Larger larger "
     "largest live load long low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half "
-    "new noexcept not not_eq NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL optgen_layout "
+    "new noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL optgen_layout "
     "OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected public ramp raw "
     "read_row register reinterpret_cast requires return rint rotl run SCALARS scalars short sign signed "
     "sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key store "
     "store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile "
-    "to_float to_int true try typedef typeid typename U16 U8 uint16_t uint8_t union unsigned using V4d V4f "
+    "to_float to_int true try typedef typeid typename U16 U8 unpack uint16_t uint8_t union unsigned using V4d V4f "
     "V4i V4u virtual void volatile W walk wchar_t where while widen widen_half widened width xor xor_eq".split()
 )
 
 
 # What one load brings, before it is widened: a number of its own bytes for each lane.
-_RAW: Mapping[str, str] = {"u8": "U8", "bf16": "U16", "f16": "U16", "i16": "I16"}
+_RAW: Mapping[str, str] = {"u8": "U8", "u4": "U8", "u2": "U8", "u1": "U8", "bf16": "U16", "f16": "U16", "i16": "I16"}
 
 
 def type_of(dtype: DType) -> str:
@@ -167,7 +167,8 @@ def _cast(p: Printer, n: Node) -> Text:
     if of == "bool" or x.uid in p.raw:
         return p.call("to_int", x)
     if to == "i32":  # the narrow value was not in memory: its upper bits still stand
-        return (f"{p.text(x, 5)} & 255", 5) if of == "u8" else p.call("extend16", x)
+        byte = x.dtype.kind == "uint"
+        return (f"{p.text(x, 5)} & {(1 << x.dtype.bits) - 1}", 5) if byte else p.call("extend16", x)
     return p.express(x)  # stores truncate
 
 
@@ -277,7 +278,7 @@ class Phases:
         self.words: list[Let] = []  # one value for eight elements
         bound = {let.node.uid for let in sweep.lets}
         self.name: dict[int, str] = {}
-        self._taken = set(reserved) | {f"{b.name}_at" for b in self.program.buffers}
+        self._taken = set(reserved) | {f"{b.name}_{x}" for b in self.program.buffers for x in ("at", "packed")}
         # Scalars keep their position; a name that means something here gets another.
         self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
         for let in sweep.lets:
@@ -496,6 +497,9 @@ def _shifted(node: Node) -> tuple[Node, int, int] | None:
 
 
 def _pointer(b: Buffer, position: int) -> str:
+    if b.dtype.packed:
+        const = "" if b.writes else "const "
+        return f"{const}uint8_t *__restrict {b.name}_packed = ({const}uint8_t *)at[{position}];"
     kind = "typename Grad::stored" if b.role == "grad" else _STORED[b.dtype.name]
     const = "" if b.writes else "const "
     return f"{const}{kind} *__restrict {b.name}_at = ({const}{kind} *)at[{position}];"
@@ -504,12 +508,16 @@ def _pointer(b: Buffer, position: int) -> str:
 def _buffer_comment(b: Buffer) -> str:
     access = " and ".join(w for w, yes in (("read", b.reads), ("written", b.writes)) if yes)
     kind = "float" if b.role == "grad" else b.dtype.torch
+    if b.dtype.packed:
+        return f"{b.dtype.bits}-bit codes [n]  {access}"
     return f"{kind} [{f'blocks of {b.space.size}' if b.space.size else 'n'}]  {access}"
 
 
 def _column(b: Buffer) -> str:
+    if b.dtype.packed:
+        return f"{{{b.dtype.bits}, EIGHTH, {str(b.writes).lower()}}}"
     size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
-    return f"{{{size}, {str(b.space.name == 'block').lower()}, {str(b.writes).lower()}}}"
+    return f"{{{size}, {'BLOCK_OF' if b.space.name == 'block' else 'ELEMENT'}, {str(b.writes).lower()}}}"
 
 
 def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
@@ -520,7 +528,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     out = ["template <class Grad>", f"struct {function} {{"]
     out.append(f"    static constexpr int BLOCK = {program.block}, TILE = {tile}, SCALARS = {len(program.host)};")
     columns = ", ".join(_column(b) for b in program.buffers)
-    out.append("    // bytes per entry, one for a block, written")
+    out.append("    // bytes per entry, of what, written")
     out.append(f"    static constexpr Column COLUMNS[] = {{{columns}}};")
     out.append("")
     extent = "blocks" if blocked else "count"
@@ -540,7 +548,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
 
 def loops(plan: Phases, extent: str, source: str) -> list[str]:
     """What stays on the stack, and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
-    body: list[str] = []
+    body = unpacked(plan.program)
     for n in plan.edge:
         body.append(f"alignas(64) int32_t {plan.name[n.uid]}_kept[TILE / {SHARE}];")
     for n in plan.kept:
@@ -555,7 +563,22 @@ def loops(plan: Phases, extent: str, source: str) -> list[str]:
     for k in range(len(plan.phases)):
         body += _block_stage(plan, k)
         body += _element_phase(plan, k, extent == "blocks", source)
-    return body
+    return body + packed(plan.program)
+
+
+def unpacked(program: Program) -> list[str]:
+    """Codes that share bytes are worked on as bytes of their own."""
+    found = [b for b in program.buffers if b.dtype.packed]
+    out = [f"alignas(64) uint8_t {b.name}_at[TILE];" for b in found]
+    return out + [f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, BLOCK * blocks);" for b in found if b.reads]
+
+
+def packed(program: Program) -> list[str]:
+    """And go back in the end."""
+    found = [b for b in program.buffers if b.dtype.packed and b.writes]
+    lines = [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, BLOCK * blocks);" for b in found]
+    dead = [f"no_codes<BLOCK>({b.name}_at, blocks, live);" for b in found]
+    return ["", *dead, *lines] if lines else []
 
 
 def _keep(n: Node, name: str, at: str) -> str:

@@ -21,7 +21,7 @@ _KIND = {"elem": "ELEMENT", "block": "BLOCK_OF", "row": "ROW", "col": "COLUMN", 
 _REDUCTION = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
 _STORED = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
-    "u8": "uint8_t",
+    "u8": "uint8_t", "u4": "uint8_t", "u2": "uint8_t", "u1": "uint8_t",
 }  # fmt: skip
 
 # What the tile functions of stages receive, beside what all receive.
@@ -95,19 +95,29 @@ def _tile_size(stage: Stage) -> int:
     return BLOCKS * block if stage.is_sweep and block > 1 else FLAT
 
 
+def _size(b: Buffer) -> tuple[str, str]:
+    """(bytes per entry, what there is one of)."""
+    if b.dtype.packed:
+        return str(b.dtype.bits), "EIGHTH"
+    return "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes)), _KIND[b.space.name]
+
+
 def _place(b: Buffer, columns: Columns, sweep: bool, source: int) -> str:
     # What is summed over the model is left as it is: one value for the tensor, which the host adds up.
     reduction = "NONE" if b.space == spaces.model else _REDUCTION[b.reduction.partition("_")[2]]
-    size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
+    size, kind = _size(b)
     partial = columns.partial(b.name) if sweep and b.role == "partial" else -1
     flags = f"{str(b.reads).lower()}, {str(b.writes).lower()}"
-    return f"{{{columns.position(b.name)}, {partial}, {size}, {_KIND[b.space.name]}, {flags}, {reduction}, {source}}}"
+    return f"{{{columns.position(b.name)}, {partial}, {size}, {kind}, {flags}, {reduction}, {source}}}"
 
 
 def _pointer(b: Buffer, position: int) -> tuple[str, str]:
     kind = "typename Grad::stored" if b.role == "grad" else _STORED[b.dtype.name]
     const = "" if b.writes else "const "
     access = " and ".join(w for w, yes in (("read", b.reads), ("written", b.writes)) if yes)
+    if b.dtype.packed:
+        pointer = f"{const}uint8_t *__restrict {b.name}_packed = ({const}uint8_t *)at[{position}];"
+        return pointer, f"{b.dtype.bits}-bit codes [n]  {access}"
     if b.role == "partial":
         access = f"for {b.reduction}"
     of = f"blocks of {b.space.size}" if b.space.size else {"elem": "n"}.get(b.space.name, b.space.name)
@@ -167,8 +177,8 @@ def whole(step: Step, name: str, stages: Sequence[str]) -> list[str]:
     out.append("    // bytes per entry, what there is one of")
     out.append("    static constexpr StageColumn COLUMNS[] = {")
     for b in columns.stored:
-        size = "sizeof(typename Grad::stored)" if b.role == "grad" else str(int(b.dtype.bytes))
-        out.append(f"        {{{size}, {_KIND[b.space.name]}}},  // {b.name}")
+        size, kind = _size(b)
+        out.append(f"        {{{size}, {kind}}},  // {b.name}")
     out += [f"        {{{b.dtype.bytes:g}, {_KIND[b.space.name]}}},  // {b.name}" for b in columns.temps]
     out += [f"        {{4, {_KIND[b.space.name]} + 8}},  // partial results of {b.name}" for b in columns.partials]
     out.append("    };")

@@ -33,8 +33,9 @@ def _function(name: str) -> Spelling:
 
 
 def _div(p: Printer, n: Node) -> Text:
+    """As it stands where 1 is divided; else a function: torch multiplies by a reciprocal where one side is a number."""
     assert isinstance(p, HostPrinter)
-    if never_zero(n.args[1], p.intervals):
+    if n.args[0].op == "const" and n.args[0].attr == 1 and never_zero(n.args[1], p.intervals):
         return f"{p.text(n.args[0], 20)} / {p.text(n.args[1], 21)}", 20
     return p.call("divide", *n.args)
 
@@ -67,14 +68,15 @@ HOST: dict[str, Spelling] = {
     "log": _function("log"),
     "floor": _function("floor"),
     "abs": _function("abs"),
-    "max": _function("max"),
-    "min": _function("min"),
+    "max": _function("larger"),
+    "min": _function("smaller"),
     "cbrt": lambda p, n: (f"{p.text(n.args[0], 41)} ** (1 / 3)", 40),
-    "not": lambda p, n: (f"not {p.text(n.args[0], 3)}", 3),
-    "and": lambda p, n: (f"{p.text(n.args[0], 3)} and {p.text(n.args[1], 3)}", 2),
-    "or": lambda p, n: (f"{p.text(n.args[0], 3)} or {p.text(n.args[1], 3)}", 1),
-    "where": lambda p, n: (f"{p.text(n.args[1], 2)} if {p.text(n.args[0], 2)} else {p.text(n.args[2], 1)}", 1),
+    "not": _function("negated"),
+    "and": _function("both"),
+    "or": _function("either"),
+    "where": _function("choose"),
 }
+"""Operators of numbers and of 0-dim tensors alike; what only numbers have is a function of runtime/scalars.py."""
 
 
 def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str) -> list[str]:
@@ -114,7 +116,9 @@ def _statements(program: Program) -> list[Let]:
     return out + [let for let in program.host if let.node.op != "sym"]
 
 
-HELPERS = ("divide", "exp", "floor", "log", "power", "root")
+HELPERS = (
+    "both", "choose", "divide", "either", "exp", "floor", "larger", "log", "negated", "power", "root", "smaller",
+)  # fmt: skip
 
 
 def needs(functions: Iterable[Iterable[str]]) -> list[str]:

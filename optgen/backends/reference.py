@@ -79,6 +79,8 @@ def _load(p: Printer, n: Node) -> Text:
     if n.space.name in spaces.SMALL:
         beside = isinstance(p, ReferencePrinter) and p.space == spaces.elem
         return (f"b.spread({name})", ATOM) if beside else (name, ATOM)
+    if n.dtype.packed:
+        return f"b.codes({name}, {n.dtype.bits})", ATOM
     get = "per_block" if n.space.name == "block" else "elements"
     # The gradient comes in any float dtype, whatever the program calls it; a 0-dim scalar would not widen it.
     wide = ".to(torch.float32)" if n.attr == "g" and n.dtype.torch == "float32" else ""
@@ -140,8 +142,12 @@ def assemble(lines: dict[str, list[tuple[str, str]]], source: str = "") -> list[
     return out
 
 
-def _kind(program: Program, buffer: str) -> str:
-    return "_per_block" if program.buffer(buffer).space.name == "block" else ""
+def _kind(program: Program, buffer: str) -> tuple[str, str]:
+    """How the method that stores it ends, and its last argument."""
+    b = program.buffer(buffer)
+    if b.dtype.packed:
+        return "_codes", f", {b.dtype.bits}"
+    return ("_per_block" if b.space.name == "block" else ""), ""
 
 
 def _stored(program: Program, s: Store, printer: Printer) -> str:
@@ -158,7 +164,8 @@ def _stored(program: Program, s: Store, printer: Printer) -> str:
         return f"{name} = b.flat({value})" if buffer.space == spaces.elem else f"{name} = {value}"
     if buffer.space.name in spaces.SMALL:
         return f"put({name}, {value})"
-    return f"b.store{_kind(program, s.buffer)}({name}, {value})"
+    kind, more = _kind(program, s.buffer)
+    return f"b.store{kind}({name}, {value}{more})"
 
 
 def _block_size(program: Program) -> int:
@@ -244,7 +251,11 @@ def encode_function(schedule: Schedule, function: str) -> list[str]:
     out.append(f'    b = Blocks(values["p"], {program.block})')
     lines = bound_lines(sweep.lets, printer)
     out += [f"    {line}" for stage in lines.values() for line in with_comments(stage)]
-    results = [f'"{s.buffer}": b.flat{_kind(program, s.buffer)}({printer.text(s.node)})' for s in sweep.stores]
+    kinds = [_kind(program, s.buffer) for s in sweep.stores]
+    results = [
+        f'"{s.buffer}": b.flat{kind}({printer.text(s.node)}{more})'
+        for s, (kind, more) in zip(sweep.stores, kinds, strict=True)
+    ]
     return [*out, "    return {", *(f"        {r}," for r in results), "    }"]
 
 

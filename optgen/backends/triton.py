@@ -25,8 +25,12 @@ TILE = 256  # elements: 8 per thread of one warp; more per thread turns 128-bit 
 
 _TL: Mapping[str, str] = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i16": "int16", "i8": "int8",
-    "u8": "uint8", "i64": "int64", "bool": "int1",
+    "u8": "uint8", "u4": "uint8", "u2": "uint8", "u1": "uint8", "i64": "int64", "bool": "int1",
 }  # fmt: skip
+
+
+# Eight packed codes are one word.
+_EIGHTS: Mapping[str, str] = {"u4": "tl.int32", "u2": "tl.int16", "u1": "tl.uint8"}
 
 
 def tl_dtype(d: DType) -> str:
@@ -188,6 +192,8 @@ def _load(p: Printer, n: Node) -> Text:
         return f"tl.load({n.attr}_ptr)", ATOM
     if n.space != spaces.elem:
         return f"get({n.attr}_ptr, at_{n.space.name}, live_{n.space.name}, MASKED)", ATOM
+    if n.dtype.packed:
+        return f"unpacked(get({n.attr}_ptr, at_eight, live_eight, MASKED), {n.dtype.bits})", ATOM
     # Behind the gradient's pointer lies GRAD, whatever dtype the program gives it.
     text = f"get({n.attr}_ptr, at, live, MASKED)"
     if _is_wide_gradient(n):
@@ -246,6 +252,8 @@ def registers(schedule: Schedule) -> int | None:
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
     # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
+    most += 16 * (len([b for b in buffers if b.dtype.packed]) > len({b.owner for b in buffers if b.dtype.packed}))
     return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
 
 
@@ -322,6 +330,8 @@ def _comment(b: Buffer) -> str:
     dtype = "float" if b.role == "grad" else b.dtype.torch
     if b.role == "partial":
         return f"{dtype} [partial results]  {access}"
+    if b.dtype.packed:
+        return f"{b.dtype.bits}-bit codes [n]  {access}"
     shape = f"[blocks of {b.space.size}]" if b.space.size else _SHAPES.get(b.space.name, "[n]")
     return f"{dtype} {shape}  {access}"
 
@@ -335,6 +345,10 @@ def _put(program: Program, s: Store, printer: TritonPrinter) -> str:
     value = printer.text(s.node)
     if not block and s.node.space != spaces.elem:
         value = f"tl.broadcast_to({beside(s.node, printer)}, at.shape)"
+    dtype = program.buffer(s.buffer).dtype
+    if dtype.packed:
+        value = f"packed({value}, live, MASKED, {dtype.bits})"
+        return f"put({s.buffer}_ptr, at_eight, {value}, live_eight, MASKED)"
     return f"put({s.buffer}_ptr, {at}, {value}, {live}, MASKED)"
 
 
@@ -392,7 +406,8 @@ def _places(schedule: Schedule) -> list[str]:
     counted += [line.split(" = ")[0].strip() for line in extents(schedule.program, Table.of(schedule.program))]
     if schedule.program.block == 1:
         return ["at", "live", *counted]
-    return ["at", "at_block", "live", "live_block", *counted]
+    eights = ["at_eight", "live_eight"] if is_packed(schedule.program) else []
+    return ["at", "at_block", "live", "live_block", *eights, *counted]
 
 
 def _is_counted(program: Program) -> bool:
@@ -431,7 +446,8 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 # What the kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
     "table work item row first numel columns at at_block blocks per_row block tile start lane where live live_block "
-    "origin count before number pair odd part end few few_blocks matrices rows width height top left panel panels "
+    "origin count before number pair odd part end few few_blocks few_eights at_eight live_eight eight eights "
+    "matrices rows width height top left panel panels "
     "stack matrix below which full padded group live_row live_col live_mat at_row at_col at_mat extent_rows "
     "extent_columns extent_elements begin pace".split()
 )
@@ -478,7 +494,8 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
 
     def call(indent: str, elements: str, blocks: str, masked: str, **given: str) -> list[str]:
         """The tile whose pointers are that much further on."""
-        moved = [(b, blocks if b.space.size else elements if b in elementwise else "") for b in program.buffers]
+        eights = f"({elements}) // 8" if elements else ""
+        moved = [(b, further_on(b, blocks, elements, eights) if b in elementwise else "") for b in program.buffers]
         names = [f"{b.name}_ptr + {by}" if by else f"{b.name}_ptr" for b, by in moved if b.role != "partial"]
         names += [*(given.get(place, place) for place in places), *host, *keys(schedule), masked]
         results = ", ".join(t.name for t in found)
@@ -528,6 +545,11 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append("            where = start[:, None] + lane")
         out.append("            live_block = block < blocks")
         out.append("            live = (lane < columns) & live_block[:, None]")
+        if is_packed(program):
+            eight = f"tl.arange(0, {block // 8})[None, :] * 8"
+            out.append(f"            lane = (block % per_row * {block})[:, None] + {eight}")
+            out.append("            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8")
+            out.append("            live_eight = (lane < columns) & live_block[:, None]")
         if counted:
             out.append(
                 f"            number = (begin + block // per_row * pace + block % per_row * {block}).to(tl.int32)"
@@ -540,15 +562,20 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"{pad}at_block = tl.arange(0, BLOCKS)")
         out.append(f"{pad}at = at_block[:, None] * {block} + tl.arange(0, {block})[None, :]")
         out.append(f"{pad}few = few_blocks[:, None] * {block} + tl.arange(0, {block})[None, :]")
+        if is_packed(program):
+            eights = f"[:, None] * {block // 8} + tl.arange(0, {block // 8})[None, :]"
+            out.append(f"{pad}at_eight = at_block{eights}")
+            out.append(f"{pad}few_eights = few_blocks{eights}")
     # Addresses move to the item's first tile once, in int64; from there int32 offsets reach.
     out.append(f"{pad}origin = first * TILE")
-    out += [f"{pad}{b.name}_ptr += {'first * BLOCKS' if b.space.size else 'origin'}" for b in elementwise]
+    moves = "first * BLOCKS", "origin", "origin // 8"
+    out += [f"{pad}{b.name}_ptr += {further_on(b, *moves)}" for b in elementwise]
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
         eights = "begin" if block > 1 else "begin // 8 * 8"
         out.append(f"{pad}before = ({eights} + origin).to(tl.int32)")
     # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
-    full = dict(at="at", at_block="at_block", live="at", live_block="at_block")
+    full = dict(at="at", at_block="at_block", live="at", live_block="at_block", live_eight="at_eight")
     out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
     # Addresses carried around the loop, two registers each, are what 64 registers have no room for beside the values;
     # those of blocks have, where no random numbers are drawn.
@@ -569,7 +596,9 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out.append(f"{pad}        live = few < count - start")
     if block > 1:
         out.append(f"{pad}        live_block = few_blocks * {block} < count - start")
-    partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block")
+    if is_packed(program):
+        out.append(f"{pad}        live_eight = few_eights * 8 < count - start")
+    partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block", at_eight="few_eights")
     further = "start", "count // TILE * BLOCKS + part * FEW"
     out += call(f"{pad}        ", *further, "True", **partial, index="before + start + (few & -8) | few & 7")
     for t in found:
@@ -577,6 +606,16 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         for b in t.partials:
             out.append(f"    tl.store({b.name}_ptr + first // TILES + tl.arange(0, 1), {folded(t, lanes, strict)})")
     return out
+
+
+def further_on(b: Buffer, blocks: str, elements: str, eights: str) -> str:
+    """How many entries of a buffer that is: so many blocks, elements, eights of packed codes."""
+    return eights if b.dtype.packed else blocks if b.space.size else elements
+
+
+def is_packed(program: Program) -> bool:
+    """Whether codes are read or written that share bytes."""
+    return any(b.dtype.packed for b in program.buffers)
 
 
 def _nothing(t: Term) -> str:
@@ -597,7 +636,7 @@ def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[s
     """The addresses of a tensor's buffers, read from its row of the table."""
     out = []
     for b in program.buffers:
-        dtype = "GRAD" if b.role == "grad" else tl_dtype(b.dtype)
+        dtype = "GRAD" if b.role == "grad" else _EIGHTS.get(b.dtype.name) or tl_dtype(b.dtype)
         pointer = f"{b.name}_ptr = pointer(row + {table.columns[b.name]}, {dtype}, {aligned})"
         out.append(f"    {pointer:<64}  # {_comment(b)}")
     return out
@@ -638,10 +677,14 @@ def helpers(schedules: list[Schedule]) -> list[str]:
                 text.add("block_magnitude")
             elif n.op in ("block_max", "block_min", "rint", "rotl", "sign"):
                 text.add(n.op)
+            if n.op == "load" and n.dtype.packed:
+                text.add("unpacked")
             if n.op == "neg" and n.dtype.is_float and n.space != spaces.host:
                 text.add("minus")
             if n.op == "rcp":
                 text.add("inverse" if n.space.name == "block" else "reciprocal")
+        if any(s.program.buffer(x.buffer).dtype.packed for x in s.sweep.stores):
+            text.add("packed")
         for t in terms(s):
             text |= {"term", *(["larger", "fold"] if t.is_max else []), *([] if fast else ["down", "fold"])}
     return sorted(text)

@@ -29,7 +29,9 @@ from optgen.backends.triton import (
     TritonPrinter,
     extents,
     folded,
+    further_on,
     helpers,
+    is_packed,
     kernel,
     keys,
     numbers,
@@ -196,8 +198,8 @@ def _spaces(program: Program) -> list[str]:
 def _places(schedule: Schedule) -> list[str]:
     """The tile function's arguments that say which elements are meant."""
     program = schedule.program
-    found = ["at", *(["at_block"] if program.block > 1 else []), *(f"at_{x}" for x in _spaces(program))]
-    found += ["live", *(["live_block"] if program.block > 1 else []), *(f"live_{x}" for x in _spaces(program))]
+    beside = (["block"] if program.block > 1 else []) + (["eight"] if is_packed(program) else []) + _spaces(program)
+    found = [*(f"at_{x}" if x else "at" for x in ["", *beside]), *(f"live_{x}" if x else "live" for x in ["", *beside])]
     if _is_counted(program):
         found.append("index")
     return [*found, *(x.split(" = ")[0].strip() for x in extents(program, Table.of(program)))]
@@ -276,6 +278,8 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     ]
     if block > 1:
         out.append(f"    blocks = tl.cdiv(columns, {block})")
+        if is_packed(program):
+            out.append("    eights = tl.cdiv(columns, 8)")
         out.append(f"    block = tl.arange(0, {panel // block})[None, :, None]")
         out.append(f"    lane = block * {block} + tl.arange(0, {block})[None, None, :]")
         out.append("    at_row = tl.arange(0, ROWS)[:, None, None]")
@@ -285,8 +289,9 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     out.append("    at = at_row * columns.to(tl.int32) + lane")
     # Addresses move to the panel once, in int64.
     for b in program.buffers:
-        if b.space.size:
-            out.append(f"    {b.name}_ptr += top * blocks + left // {b.space.size}")
+        if b.space.size or b.dtype.packed:
+            moves = f"top * blocks + left // {b.space.size}", "", "top * eights + left // 8"
+            out.append(f"    {b.name}_ptr += {further_on(b, *moves)}")
         elif b.space == spaces.elem:
             out.append(f"    {b.name}_ptr += top * columns + left")
         elif b.role == "partial" and b.space.name == "row":
@@ -297,6 +302,9 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
             out.append(f"    {b.name}_ptr += {_FIRST[b.space.name]}")
     if block > 1:
         out.append("    at_block = at_row * blocks.to(tl.int32) + block")
+    if is_packed(program):
+        out.append(f"    eight = block * {block // 8} + tl.arange(0, {block // 8})[None, None, :]")
+        out.append("    at_eight = at_row * eights.to(tl.int32) + eight")
     if counted:
         # Rows of matrices are those of dimension 0, or follow one another.
         padded = f"blocks * {block}" if block > 1 else "columns"
@@ -312,8 +320,8 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         given["index"] = f"before + (start + at_row) * padded{eight}"
     moved = {}
     for b in program.buffers:
-        if b.space.size:
-            moved[b.name] = "start * blocks"
+        if b.space.size or b.dtype.packed:
+            moved[b.name] = further_on(b, "start * blocks", "", "start * eights")
         elif b.space == spaces.elem:
             moved[b.name] = "start * columns"
         elif b.space.name == "row" and b.role != "partial":
@@ -328,8 +336,11 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
             lines.append(f"{indent}live = live_row & live_col")
             if block > 1:
                 lines.append(f"{indent}live_block = live_row & (block * {block} < width)")
+            if is_packed(program):
+                lines.append(f"{indent}live_eight = live_row & (eight * 8 < width)")
         else:
-            places |= {x: x.replace("live", "at") for x in ("live", "live_block", "live_row")} | {"live_col": "lane"}
+            places |= {x: x.replace("live", "at") for x in ("live", "live_block", "live_eight", "live_row")}
+            places |= {"live_col": "lane"}
         lines += _call(schedule, function, indent, str(masked), moved, places)
         for t in found:
             flat = f"tl.reshape({t.name}, [ROWS, {panel}])" if block > 1 else t.name
@@ -394,6 +405,10 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         out.append("        at = block // per_row * columns + lane")
         out.append("        live_block = block < blocks")
         out.append("        live = live_block & (lane < columns)")
+        if is_packed(program):
+            out.append(f"        lane = block % per_row * {block} + tl.arange(0, {block // 8})[None, :] * 8")
+            out.append("        at_eight = block // per_row * tl.cdiv(columns, 8) + lane // 8")
+            out.append("        live_eight = live_block & (lane < columns)")
         if _is_counted(program):
             out.append("        number = (begin + block // per_row * pace + lane).to(tl.int32)")
     else:

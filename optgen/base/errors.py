@@ -217,6 +217,8 @@ TABLE: dict[str, Row] = {
         "they are compiled at their first step, too, or step in eager PyTorch",
         "`optgen doctor` shows which compiler is used; CXX names another",
     ),
+    "E417": Row("{path} cannot be read: {why}"),
+    "E418": Row("{path} cannot be converted: {why}", "nothing was written"),
 }
 
 

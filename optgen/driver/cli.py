@@ -353,6 +353,55 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
     t.show(f"again: {result.reproduce}")
 
 
+@app.command(name="verify-checkpoint")
+def verify_checkpoint(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint.")],
+    spec: Annotated[str | None, typer.Option("--spec", help="The rule, where the file does not say it.")] = None,
+    json: Json = False,
+) -> None:
+    """Check every byte of a checkpoint, and what the bytes say: shapes, codes, numbers."""
+    with session("verify-checkpoint", json) as t:
+        from optgen.driver import checkpoints
+
+        found = checkpoints.verify(file, spec)
+        t.result |= {
+            "file": file, "kind": found.kind, "parameters": found.parameters, "elements": found.elements,
+            "findings": found.findings, "unchecked": found.unchecked,
+        }  # fmt: skip
+        for line in found.findings:
+            t.log(line, "red")
+            t.fail()
+        for line in found.unchecked:
+            t.show(f"not checked: {line}")
+        if not found.findings:
+            t.show(f"{file}: {found.kind}, {found.parameters} parameters, nothing wrong found")
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, ours or another package's.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The file to write; .safetensors for that format.")],
+    plan: Annotated[str, typer.Option("--plan", help="The plan of the result, or `torch` for torch.optim.")],
+    spec: Annotated[str | None, typer.Option("--spec", help="The rule, where SRC does not say it: adamw.")] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="The model's state dict, where SRC has none.")
+    ] = None,
+    param: Annotated[
+        str | None, typer.Option("--param", help="The parameters' dtype in the result. [default: as in SRC]")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Make one checkpoint into another: plan to plan, torch.optim and other packages to ours, ours to torch.optim."""
+    with session("convert", json) as t:
+        from optgen.driver import checkpoints
+
+        if param is not None:
+            _param(param)
+        t.result |= checkpoints.convert(source, target, to=plan, spec=spec, weights=weights, param=param)
+        done = t.result
+        t.show(f"{target}: {done['parameters']} parameters, {done['elements']:,} elements, {done['bytes']:,} bytes")
+
+
 @app.command()
 def doctor(json: Json = False) -> None:
     """What this machine has, and what follows from it."""

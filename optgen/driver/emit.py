@@ -241,11 +241,14 @@ def _variant_row(
     for b in program.buffers:
         if b.role in ("param", "grad"):
             continue
-        zero = _zero(c.case, b.name)
+        zero, per = _zero(c.case, b.name), f"per={b.space.size or 1}"
+        if b.dtype.packed:
+            zero = int(zero) * (255 // ((1 << b.dtype.bits) - 1))  # the same code everywhere in the byte
+            per = f"per=8, width={b.dtype.bits}"
         where = f', space="{b.space.name}"' if b.space.name in spaces.SMALL else ""
         where += f', matrix="{spec.matrix}"' if where and spec.matrix != "last" else ""
         fields.append(
-            f'Field("{b.name}", "{b.dtype.torch}", per={b.space.size or 1}, zero={zero!r}, state="{b.owner}"{where})'
+            f'Field("{b.name}", "{b.dtype.torch}", {per}, zero={zero!r}, state="{b.owner}"{where})'
         )
     starts: Mapping[str, Any] = {s.name: s.init for s in spec.present(c.case.flags) if s.init != 0.0}
     return dict(

@@ -1,4 +1,4 @@
-"""Blocks of 8-bit codes under one scale."""
+"""Blocks of codes of 2 to 8 bits under one scale."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
+from optgen.formats import narrow
 from optgen.formats.companders import Compander, softsign
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
@@ -20,10 +21,10 @@ NOISE_BITS = 12
 HALF = 0.5 - 2.0**-10  # what code 0 reads as where it must not be 0: safely on its own side of the next code
 
 
-def check_block(name: str, bits: int, block: int, loc: Loc | None) -> None:
+def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
     """Raises UserError for a width or block size that no kernel has."""
-    if bits != 8:
-        raise UserError("E305", loc=loc, what=f"{name} of {bits} bits", want="8 bits")
+    if bits not in range(least, 9):
+        raise UserError("E305", loc=loc, what=f"{name} of {bits} bits", want=f"{least} to 8 bits")
     if block not in BLOCKS:
         raise UserError(
             "E305", loc=loc, what=f"{name} with blocks of {block}", want=f"a power of two, 16 to {BLOCKS[-1]}"
@@ -32,9 +33,10 @@ def check_block(name: str, bits: int, block: int, loc: Loc | None) -> None:
 
 @dataclass(frozen=True)
 class Blocked(Format):
-    """One 8-bit code per element, one scale per block: x = scale * inverse(code / N).
+    """One code of b bits per element, one scale per block: x = scale * inverse(code / N).
 
-    signed      N = 127, stored as code + 128, 0 exactly; unsigned: N = 255
+    bits        b, 2 to 8; codes of fewer than 8 bits are packed (narrow.py)
+    signed      N = 2^(b-1) - 1, stored as code + 2^(b-1), 0 exactly; unsigned: N = 2^b - 1
     of          "sqrt" keeps the root of a nonnegative value: its own square then has the codes' range squared
     relative    keeps x / root, root being that of the rule's second moment as kept
     rounding    stochastic: E[code] = N * curve(x / scale); a value on the grid stays, 0 stays 0
@@ -60,7 +62,7 @@ class Blocked(Format):
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_block("Blocked", self.bits, self.block, self.loc)
+        check_block("Blocked", self.bits, self.block, self.loc, 2)
         if self.of == "sqrt" and self.signed:
             raise UserError(
                 "E305", loc=self.loc, what='Blocked(signed=True, of="sqrt")', want="signed=False with a root"
@@ -72,12 +74,17 @@ class Blocked(Format):
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
         how = "stochastic" if self.noise_bits else "nearest"
         sign = "signed" if self.signed else "unsigned"
-        return f"8-bit {sign} blocks of {self.block}: {what}{self.compander}, {self.scale} scale, {how}"
+        return f"{self.bits}-bit {sign} blocks of {self.block}: {what}{self.compander}, {self.scale} scale, {how}"
 
     @property
     def codes(self) -> int:
         """N, the largest code."""
-        return 127 if self.signed else 255
+        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+
+    @property
+    def bias(self) -> int:
+        """What is added to a code where it is stored."""
+        return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def positive(self) -> bool:
@@ -97,8 +104,10 @@ class Blocked(Format):
         return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
 
     def fields(self) -> dict[str, Field]:
-        zero = 128 if self.signed else 0
-        return {"": Field(dtypes.u8, zero=zero), "scale": Field(self.scale.dtype, self.block)}
+        return narrow.fields(self.bits, self.bias) | {"scale": Field(self.scale.dtype, self.block)}
+
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = x / root if self.relative else x
@@ -106,11 +115,11 @@ class Blocked(Format):
             value = sqrt(value)
         top = block_max(bits(abs(value) if self.signed else value), self.block)
         stored_scale, scale = self.scale.encode(top)
-        return {"": cast(self._code(value, scale, noise), dtypes.u8), "scale": stored_scale}
+        return narrow.cut(self._code(value, scale, noise), self.bits) | {"scale": stored_scale}
 
     def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         """The rounded code as it is stored, i32."""
-        bias = 128 if self.signed else 0
+        bias = self.bias
         if self.scale.literal:
             # The library's own order of operations and its ties, so that its numbers come out bit for bit.
             return cast(floor(self.compander.curve(value / scale) * float(self.codes) + 0.5), dtypes.i32) + bias
@@ -136,9 +145,9 @@ class Blocked(Format):
     def _value(self, parts: Mapping[str, Num]) -> Num:
         """What was divided by the scale, times the scale."""
         scale = self.scale.decode(parts["scale"])
-        code = cast(cast(parts[""], dtypes.i32), dtypes.f32)
+        code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:
-            code = code - 128.0
+            code = code - float(self.bias)
         elif self.zero == "half":
             code = maximum(code, HALF)
         if self.scale.literal:

@@ -116,6 +116,10 @@ class Format(ABC):
         """The same format, not relative."""
         return self
 
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        """The code of each element, where `parts` are an encoding: it increases with the value."""
+        return parts[""]
+
     @property
     def bytes_per_param(self) -> float:
         return sum(f.bytes_per_param for f in self.fields().values())

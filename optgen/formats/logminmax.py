@@ -14,6 +14,7 @@ from typing import Literal
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
+from optgen.formats import narrow
 from optgen.formats.blocked import NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.lang.values import (
@@ -32,22 +33,23 @@ from optgen.lang.values import (
     sqrt,
     where,
 )
-from optgen.ops.dtypes import f32, i16, i32, u8
+from optgen.ops.dtypes import f32, i16, i32
 
 
 @dataclass(frozen=True)
 class LogMinMax(Format):
-    """8-bit codes and a 16-bit header per block: first unit (8 bits), cells per unit k (8 bits).
+    """Codes of b bits and a 16-bit header per block: first unit (8 bits), cells per unit k (8 bits).
 
-    With w units between minimum and maximum, k = min(255, floor(256 / w)), the relative error of the root (of
+    With w units between minimum and maximum, k = min(255, floor(2^b / w)), the relative error of the root (of
     the value) is at most 1 / (4 k) (1 / (2 k)) to nearest and twice that stochastically.  Never decodes to 0:
-    what lies more than 64 units below the block's maximum, or under 2^-126, reads as the lowest code, which is
-    larger.  Above 2^127.8 it saturates; Inf and NaN read as some value within the range of their block.  Only a
-    fresh state, header 0, decodes to 0.
+    what lies more than 64 units (2^b, if that is fewer) below the block's maximum, or under 2^-126, reads as the
+    lowest code, which is larger.  Above 2^127.8 (2^127.5 for fewer than 7 bits) it saturates; Inf and NaN read as some
+    value within the range of their block.  Only a fresh state, header 0, decodes to 0.
 
     Unit boundaries are cell boundaries, and a code reads as the middle of its cell: to nearest, minimum and
     maximum stay within their units, the header stays, and encoding again changes nothing.  Stochastically
-    they may move half a cell out of their units, for which a margin is kept.
+    they may move half a cell out of their units, for which a margin is kept: an eighth of a unit, which holds
+    half a cell of any block of 8-bit codes; of fewer bits half a cell of the block, were it two units wider.
     """
 
     bits: int = 8
@@ -56,15 +58,15 @@ class LogMinMax(Format):
     rounding: Rounding = "auto"
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
-    UNITS = 64  # at most: four cells per unit are left then, and half a cell fits the margin
+    UNITS = 64  # at most: of 8-bit codes four cells per unit are left then, and half a cell fits the margin
 
     def __post_init__(self) -> None:
-        check_block("LogMinMax", self.bits, self.block, self.loc)
+        check_block("LogMinMax", self.bits, self.block, self.loc, 4)
 
     def __str__(self) -> str:
         how = "stochastic" if self.noise_bits else "nearest"
         what = "sqrt" if self.of == "sqrt" else "value"
-        return f"8-bit unsigned blocks of {self.block}: {what} between minimum and maximum, pseudo-log, {how}"
+        return f"{self.bits}-bit unsigned blocks of {self.block}: {what} between minimum and maximum, pseudo-log, {how}"
 
     @property
     def signed(self) -> bool:
@@ -91,24 +93,48 @@ class LogMinMax(Format):
         return 22 if self.of == "sqrt" else 23
 
     @property
+    def most(self) -> int:
+        """Units that a block may span."""
+        return min(self.UNITS, 1 << self.bits)
+
+    def cells(self, units: Num) -> Num:
+        """Cells per unit where a block spans that many, i32."""
+        # + 1/2: floor(2^b / w) for every w, with room for a reciprocal that is not correctly rounded.
+        return minimum(cast(floor(((1 << self.bits) + 0.5) / cast(units, f32)), i32), 255)
+
+    def step(self, cells: Num) -> Num:
+        """The width of a cell as an integer pattern: 2^unit / cells.
+
+        2^22 / k and 2^21 / k are at least three f32 ulps away from a tie for every k that occurs, so that a reciprocal
+        with an error of an ulp rounds to the same integer on every backend; and under 2^22, as `rint` asks.
+        """
+        fine = 22 if self.bits == 8 else 21
+        step = cast(rint(float(1 << fine) / cast(cells, f32)), i32)
+        return step << (self.unit - fine) if self.unit > fine else step
+
+    @property
     def lowest(self) -> int:
         """The pattern of the smallest number that is told from smaller ones: 2^-126, or its root."""
         return (127 - 63) << 23 if self.of == "sqrt" else 1 << 23
 
     @property
     def highest(self) -> int:
-        """The pattern of the largest: a quarter of a unit below 2^128, or its root."""
-        return ((127 + 64) << 23 if self.of == "sqrt" else 255 << 23) - (1 << (self.unit - 2))
+        """The pattern of the largest: a quarter of a unit below 2^128 or its root; half, where cells may be units."""
+        end = (127 + 64) << 23 if self.of == "sqrt" else 255 << 23
+        return end - (1 << (self.unit - 2) if self.bits > 6 else (1 << (self.unit - 1)) + 2)
 
     def fields(self) -> dict[str, Field]:
-        return {"": Field(u8), "range": Field(i16, self.block)}
+        return narrow.fields(self.bits) | {"range": Field(i16, self.block)}
+
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         return self._encode(x, noise)[0]
 
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, cells, start, code = self._encode(x, noise)
-        step = _step(cells, self.unit)
+        step = self.step(cells)
         value = from_bits(start + (step >> 1) + code * step)
         return parts, value if self.of == "sqrt" else sqrt(value)
 
@@ -120,20 +146,22 @@ class LogMinMax(Format):
         unit = self.unit
         pattern = bits(sqrt(x) if self.of == "sqrt" else x)
         top, bottom = block_max(pattern, self.block), block_min(pattern, self.block)
-        margin = 1 << (unit - 3) if noise else 0
-        above = ((minimum(maximum(top, self.lowest), self.highest) + margin) >> unit) + 1
+        largest = minimum(maximum(top, self.lowest), self.highest)
+        margin: Num = 0
+        if noise:
+            margin = 1 << (unit - 3) if self.bits == 8 else self._margin(largest, bottom)
+        above = ((largest + margin) >> unit) + 1
         below = (bottom - margin) >> unit
-        units = minimum(maximum(above - maximum(below, self.lowest >> unit), 1), self.UNITS)
+        units = minimum(maximum(above - maximum(below, self.lowest >> unit), 1), self.most)
         first = above - units
-        # 256.5: floor(256 / w) for every w, with room for a reciprocal that is not correctly rounded.
-        cells = minimum(cast(floor(256.5 / cast(units, f32)), i32), 255)
+        cells = self.cells(units)
         start = first << unit
         # Cells above the base, in units of 2^-24 cells: the code is the top byte, and unsigned.
         scale = cells << (24 - unit)
         if noise:
             # Down by half a cell, up by 0 to 1 cells: the middle of a cell stays in it.  Below the base, where noise
             # could take what is not there, is half a cell: 256 / (units * cells) < 5/4 times units / 256 of a unit.
-            half = units * (5 << (unit - 11))
+            half = units * (5 << (unit - 11)) if self.bits == 8 else (self.step(cells) >> 1) + 1
             base = start + half
             offset = noise.fraction(24) + (half * scale - (1 << 23))
         else:
@@ -141,7 +169,13 @@ class LogMinMax(Format):
         position = maximum(minimum(pattern - base, self.highest - base), 0) * scale + offset
         code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
-        return {"": cast(code, u8), "range": cast(header, i16)}, cells, start, code
+        return narrow.cut(code, self.bits) | {"range": cast(header, i16)}, cells, start, code
+
+    def _margin(self, top: Num, bottom: Num) -> Num:
+        """Half a cell, as a pattern, of a block whose ends reach into the next units."""
+        unit = self.unit
+        units = (top >> unit) - maximum(bottom >> unit, self.lowest >> unit) + 3
+        return (self.step(self.cells(minimum(units, self.most))) >> 1) + 1
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self._value(parts)
@@ -153,18 +187,8 @@ class LogMinMax(Format):
     def _value(self, parts: Mapping[str, Num]) -> Num:
         """The kept number: a root or a value."""
         header = cast(parts["range"], i32)
-        cells = maximum(header & 0xFF, 4)
-        step = _step(cells, self.unit)
+        cells = maximum(header & 0xFF, (1 << self.bits) // self.most)
+        step = self.step(cells)
         middle = ((header & 0xFF00) << (self.unit - 8)) + self.lowest + (step >> 1)
         middle = where(equal(header, 0), 0, middle)
-        return from_bits(middle + cast(parts[""], i32) * step)
-
-
-def _step(cells: Num, unit: int) -> Num:
-    """The width of a cell as an integer pattern: 2^unit / cells.
-
-    2^22 / k is at least three f32 ulps away from a tie for every k that occurs, so that a reciprocal with an
-    error of an ulp rounds to the same integer on every backend.
-    """
-    step = cast(rint(float(1 << 22) / cast(cells, f32)), i32)
-    return step << (unit - 22) if unit > 22 else step
+        return from_bits(middle + narrow.joined(parts, self.bits) * step)

@@ -31,7 +31,9 @@ NORMAL = 2.0**-126  # the smallest normal f32
 RECIPROCAL_REACHES = 2.0**126  # the reciprocal of what is larger is subnormal: fast maths may make 0 of it
 FAST_ULP = 4  # units in the last place, of 2^-23: 3 of a fast division, reciprocal or root, 1 for the unit's own size
 
-_STORED: Mapping[str, Interval] = {"u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767)}
+_STORED: Mapping[str, Interval] = {
+    "u8": (0, 255), "u4": (0, 15), "u2": (0, 3), "u1": (0, 1), "i8": (-128, 127), "i16": (-32768, 32767),
+}  # fmt: skip
 _INT = (-(2**31), 2**31 - 1)
 
 

@@ -25,7 +25,8 @@ RESERVED = frozenset(
 )
 # What generated code calls or takes where hyper-parameters, flags and host states are variables.
 CALLED = frozenset(
-    "abs max min math divide root dict super foreach fused capturable differentiable "
+    "abs both choose divide either exp floor larger log negated power root smaller "
+    "dict super foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt".split()
 )
 

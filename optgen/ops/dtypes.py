@@ -1,7 +1,8 @@
 """The dtypes of the IR: what a value is computed in and what a buffer holds.
 
 Arithmetic happens in `f32`, `i32` (two's complement, wrapping) and `bool`; `f64` exists in host space
-only.  The narrow types are storage: a load is widened before anything is done with it.
+only.  The narrow types are storage: a load is widened before anything is done with it.  u4, u2 and u1 are codes
+of states in blocks, packed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class DType:
         return self.kind in ("int", "uint")
 
     @property
+    def packed(self) -> bool:
+        """Whether several share a byte: neighbours, the first one in its lowest bits; a row fills whole eights of them,
+        which are as many bytes as one has bits."""
+        return self.kind == "uint" and self.bits < 8
+
+    @property
     def bytes(self) -> float:
         return self.bits / 8
 
@@ -46,7 +53,10 @@ i32 = DType("i32", 32, "int", "int32")
 i16 = DType("i16", 16, "int", "int16")
 i8 = DType("i8", 8, "int", "int8")
 u8 = DType("u8", 8, "uint", "uint8")
+u4 = DType("u4", 4, "uint", "uint8")
+u2 = DType("u2", 2, "uint", "uint8")
+u1 = DType("u1", 1, "uint", "uint8")
 boolean = DType("bool", 1, "bool", "bool")
 
-ALL = {d.name: d for d in (f64, f32, bf16, f16, i64, i32, i16, i8, u8, boolean)}
-FROM_TORCH = {d.torch: d for d in ALL.values()}
+ALL = {d.name: d for d in (f64, f32, bf16, f16, i64, i32, i16, i8, u8, u4, u2, u1, boolean)}
+FROM_TORCH = {d.torch: d for d in ALL.values() if not d.packed}

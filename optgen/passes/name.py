@@ -24,6 +24,7 @@ RESERVED = {
     *"widened counter joined byte opaque".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
     *"term fold down larger".split(),
+    *"both choose divide either exp floor log negated power root smaller".split(),
     *"b values scalars quotient sqrt Blocks few_sum few_max newton_schulz put".split(),
 }
 

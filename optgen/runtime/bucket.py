@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout, plans, sharding, state
+from optgen.runtime.control import Step
 from optgen.runtime.records import Variant
 
 Backend = Literal["reference", "triton", "cpp"]
@@ -21,6 +22,10 @@ Backend = Literal["reference", "triton", "cpp"]
 class Bucket:
     """Parallel lists, one entry per parameter, and what is the same for all.
 
+    step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
+                   is the first to be counted there starts with numbers (`move_count`)
+    counted        whether steps are counted on the device (see control.py)
+    left           the tensor that counted them so far, where it goes on counting for others only
     params, grads  as the user holds them until `localize`, then contiguous
     kernel         of the C++ backend: its compiled function
     written        (the user's tensor, the contiguous copy that the step writes)
@@ -35,8 +40,10 @@ class Bucket:
     backend: Backend
     device: torch.device
     grad_dtype: torch.dtype
-    step: int  # steps done
-    host: tuple[float, ...]
+    step: int | Tensor
+    host: tuple[float, ...] | tuple[Tensor, ...]
+    counted: bool = False
+    left: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[state.State] = field(default_factory=list)
@@ -63,6 +70,11 @@ class Bucket:
         """Elements of the logical tensor."""
         return self.params[i].numel() if self.places is None else self.places[i].numel
 
+    @property
+    def first(self) -> tuple[Tensor, str | int]:
+        """A parameter and its name, for errors."""
+        return self.params[0], self.names[0]
+
     def localize(self) -> None:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""
         for i, p in enumerate(self.params):
@@ -78,7 +90,29 @@ class Bucket:
         for p, s, name in zip(self.params, self.states, self.names, strict=True):
             state.check(self.variant, p, s, name)
 
-    def finish(self, host: tuple[float, ...]) -> None:
+    def move_count(self, alone: bool) -> None:
+        """The count of steps and the host states go to the device; the states take them over in `finish_counted`.
+
+        alone   whether nobody else is counted by the same tensor; else the bucket takes copies
+        """
+        if isinstance(self.step, Tensor) and not alone:
+            self.left, self.step = self.step, self.step.clone()
+            self.host = tuple(x.clone() for x in self.host if isinstance(x, Tensor))
+        elif not isinstance(self.step, Tensor):
+            self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
+            self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
+
+    def finish_counted(self, step: Step) -> None:
+        """`finish` of a step that is counted on the device."""
+        for user, copy in self.written:
+            user.copy_(copy)
+        for s in self.states:
+            s["step"] = self.step
+            for name, value in zip(self.variant.host_names, self.host, strict=True):
+                s[name] = value
+        step.finish()
+
+    def finish(self, host: Sequence[float]) -> None:
         """Copy back what was copied, count the step, keep the host states."""
         for user, copy in self.written:
             user.copy_(copy)

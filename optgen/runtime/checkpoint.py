@@ -4,74 +4,132 @@ torch's own load casts every floating state to the parameter's dtype, which dest
 and the low halves of split weights; so loading is done here.  It reads everything, checks everything, and
 only then hands back what the optimizer takes over: an error leaves the optimizer as it was.
 
-Two kinds of per-parameter state are understood: the fields of the parameter's own variant, copied bit for
-bit, and the dense tensors of torch.optim under the states' names, encoded on the way in.
+Three kinds of per-parameter state are understood: the fields of the parameter's own variant, copied bit for
+bit; the dense tensors of torch.optim under the states' names, encoded on the way in; and what a few other
+packages keep (see foreign.py), made dense first.
+
+A group says in which version of this format its states are, under "format"; `MIGRATIONS` bring older ones up.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout, options, plans, sharding, state
+from optgen.runtime import foreign, layout, low_bits, options, plans, sharding, state
 from optgen.runtime.arena import Arena
+from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float
 
 Groups = list[dict[str, Any]]
-
-SHOWN = 8
-"""How many misfits an error lists before it only counts them."""
+Migration = Callable[[dict[str, Any], dict[Any, Any]], tuple[dict[str, Any], dict[Any, Any]]]
 
 
-class Misfits:
-    """Collects what is wrong, to say it at once."""
-
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def stop(self) -> None:
-        """ValueError where anything was added."""
-        if self.lines:
-            more = [f"... and {len(self.lines) - SHOWN} more"] if len(self.lines) > SHOWN else []
-            shown = "\n  ".join([*self.lines[:SHOWN], *more])
-            raise ValueError(
-                f"{self.owner}.load_state_dict: the checkpoint does not fit, nothing was loaded:\n  {shown}"
-            )
+def _say_the_version(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """0 -> 1: the same, but version 0 did not say so."""
+    return group, entries
 
 
-def read(cls: Any, groups: Groups, saved: Mapping[str, Any]) -> tuple[dict[Any, state.State], Groups]:
-    """(state by parameter, groups) that `saved` makes of an optimizer of class `cls` with these groups.
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version,)
+"""From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
+
+A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
+tests/cases/checkpoints made by the last commit before it."""
+
+FORMAT = len(MIGRATIONS)
+
+
+def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """A saved group and its states in the present version; ValueError for one that is unknown here."""
+    version = group.get("format", 0)
+    if type(version) is not int or not 0 <= version <= FORMAT:
+        raise ValueError(
+            f"expected a checkpoint of format 0 to {FORMAT}, got format {version!r}"
+            + ("; it was made by a newer optgen" if type(version) is int and version > FORMAT else "")
+        )
+    found = dict(group)
+    for step in MIGRATIONS[version:]:
+        found, entries = step(found, entries)
+    return {**found, "format": FORMAT}, entries
+
+
+class Loaded(NamedTuple):
+    """What an optimizer takes over.
+
+    rounded   (p, what p has to hold): weights whose low bits went into the states
+    """
+
+    states: dict[Any, state.State]
+    groups: Groups
+    rounded: list[tuple[Tensor, Tensor]]
+
+
+def read(
+    cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[Any, Any] = MappingProxyType({})
+) -> Loaded:
+    """What `saved` makes of an optimizer of class `cls` with these groups, and with the states `present`.
 
     Nothing in the result is shared with `saved` but Python's immutable values.  ValueError lists all misfits.
     """
-    misfits = Misfits(cls.__name__)
+    misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = _parts(saved, misfits)
+    saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
     _known_ids(order, saved_state, misfits)
-    loaded: dict[Any, state.State] = {}
-    for group in merged:
+    loaded = Loaded({}, merged, [])
+    missing: list[str] = []
+    for group, saved_group in zip(merged, saved_groups, strict=True):
+        own = "plan" in saved_group  # else of torch.optim or another package
         arena = _arena(cls, group, [p for p in group["params"] if saved_state.get(order[id(p)])])
         for i, p in enumerate(group["params"]):
             entry = saved_state.get(order[id(p)])
+            name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if entry:
-                name = group["param_names"][i] if "param_names" in group else order[id(p)]
-                made = _load_one(cls, group, p, entry, name, misfits, arena)
+                made = _load_one(cls, group, p, entry, name, own, misfits, arena, loaded.rounded)
                 if made is not None:
-                    loaded[p] = made
+                    loaded.states[p] = made
+            elif p.requires_grad and (not present or present.get(p)):
+                missing.append(str(name))
     misfits.stop()
-    return loaded, merged
+    if missing and loaded.states:
+        warnings.warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
+            f"({', '.join(missing[:SHOWN])}{', ...' if len(missing) > SHOWN else ''}): they start anew",
+            stacklevel=3,
+        )
+    return loaded
+
+
+def _present(
+    groups: list[Mapping[str, Any]], entries: Mapping[Any, Any], misfits: Misfits
+) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    """Groups and states in the present version; those of torch.optim and others, which name no plan, as they are."""
+    made, states = [], dict(entries)
+    for i, group in enumerate(groups):
+        if "plan" not in group:
+            if "format" in group:
+                misfits.add(f"group {i}: expected 'plan', it is missing")
+            made.append(group)
+            continue
+        own = {number: entries[number] for number in group["params"] if number in entries}
+        try:
+            found, own = migrated(group, own)
+        except ValueError as error:
+            misfits.add(f"group {i}: {error}")
+            continue
+        made.append(found)
+        states |= own
+    misfits.stop()
+    return made, states
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
@@ -167,9 +225,17 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Aren
 
 
 def _load_one(
-    cls: Any, group: Mapping[str, Any], p: Tensor, entry: Any, name: object, misfits: Misfits, arena: Arena
+    cls: Any,
+    group: Mapping[str, Any],
+    p: Tensor,
+    entry: Any,
+    name: object,
+    own: bool,
+    misfits: Misfits,
+    arena: Arena,
+    rounded: list[tuple[Tensor, Tensor]],
 ) -> state.State | None:
-    """A state for p made of a checkpoint's entry; None where it is empty or was found not to fit."""
+    """A state for p made of a checkpoint's entry (`own`: of this package); None where it is empty or does not fit."""
     where = state.label(p, name if isinstance(name, (str, int)) else str(name))
     if not isinstance(entry, Mapping):
         misfits.add(f"{where}: expected a dict of states, got {entry!r}")
@@ -179,6 +245,8 @@ def _load_one(
         return None
     try:
         plan_name, plan, variant = select(cls, group, p)
+        exact = None if own else foreign.weight(found, p, group.get("master_bytewidth"))
+        found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
@@ -192,22 +260,56 @@ def _load_one(
         except ValueError as error:
             misfits.add(f"{where}: {error}")
             return None
-    dense = is_dense(variant, p, found)
+    dense = not own and is_dense(variant, p, found)
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
-    for key in found.keys() - expected:
+    for key in sorted(map(str, found.keys() - expected)):
         misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
     made = _scalars(variant, found, dense, where, misfits)
     if dense:
+        _numbers(found, variant.states, where, misfits)
         if len(misfits.lines) == before:
             values = {key: found[key].to(p.device) for key in variant.states}
             room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
-            made.update(layout.encode(plan, variant, p, values, variant.names, room))
+            exact = low_bits.exact(p) if exact is None else exact
+            wanted = variant.names if exact is None else (*variant.names, "p")
+            made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
+            if exact is not None:
+                rounded.append((p, made.pop("p")))
         return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)
         if tensor is not None:
             made[f.name] = tensor
+    if len(misfits.lines) == before:
+        _numbers(made, [f.name for f in variant.fields if f.torch_dtype.is_floating_point], where, misfits)
+        coded = [n for n in variant.states if not variant.is_plain(n)]
+        _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, where, misfits)
+        rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
+
+
+def _true_rounding(
+    plan: ModuleType, variant: Variant, p: Tensor, made: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """What p has to hold where it was cast from the very weight whose low bits `made` has.
+
+    A cast rounds ties to even, a split weight rounds them up: without this such a weight would come back one place
+    off.  Low bits of any other weight belong to a p that is still to be loaded, and are left alone.
+    """
+    own = [f.name for f in variant.fields if f.owner == "p"]
+    exact = low_bits.exact(p) if own else None
+    if exact is None:
+        return []
+    same = layout.encode(plan, variant, p, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, exact)
+    return [(p, same["p"])] if all(torch.equal(same[name], made[name]) for name in own) else []
+
+
+def _numbers(values: Mapping[str, Tensor], names: Iterable[str], where: str, misfits: Misfits) -> None:
+    """A misfit for every tensor with a NaN in it: from a run that diverged, or a damaged file."""
+    for name in names:
+        wrong = int(values[name].isnan().sum())
+        if wrong:
+            misfits.add(f"{where}: {name}: expected numbers, {wrong} of {values[name].numel()} are NaN")
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:

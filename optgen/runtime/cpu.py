@@ -23,7 +23,7 @@ import torch
 
 from optgen.runtime import native, staged, workspace
 from optgen.runtime.bucket import Bucket
-from optgen.runtime.records import Variant, dtype_name
+from optgen.runtime.records import EIGHT, Field, Variant, dtype_name
 
 SERIAL = 64 * 1024
 """Elements in all below which one thread does the work: starting a second takes as long as they do."""
@@ -82,7 +82,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     return function
 
 
-KINDS = ("elem", "block", "row", "col", "mat", "tensor")
+KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight")
 """What a column has one entry for, as kernels number them; 8 more for partial results."""
 
 
@@ -91,11 +91,15 @@ def _kind(space: str) -> int:
     return KINDS.index("tensor" if space == "model" else space)
 
 
+def _kind_of(field: Field) -> int:
+    return KINDS.index("eight" if field.per == EIGHT else "block") if field.per > 1 else _kind(field.space)
+
+
 def expected(variant: Variant, grad: torch.dtype) -> list[int]:
     """What a kernel says of itself where it was printed for the tables of this variant: `layout` in optgen.h."""
     scalars = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
     columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
-    columns += [(f.torch_dtype.itemsize, 1 if f.per > 1 else _kind(f.space)) for f in variant.fields]
+    columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]
     columns += [(2 if t.space == "elem" else 4, _kind(t.space)) for t in variant.temps]
     columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
     return [len(scalars), variant.block, len(columns), *(x for column in columns for x in column)]

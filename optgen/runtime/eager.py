@@ -58,6 +58,12 @@ class Blocks:
         """x (rows, blocks) beside the elements: (rows, blocks, 1)."""
         return x.view(self.rows, self.blocks, 1)
 
+    def codes(self, x: Tensor, bits: int) -> Tensor:
+        """Packed codes (rows, bytes) as (rows, blocks, size): a byte holds neighbours, the first in its lowest bits."""
+        x = torch.stack([x >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(1)
+        missing = self.blocks * self.size - x.shape[1]
+        return torch.nn.functional.pad(x, (0, missing)).view(self.rows, self.blocks, self.size)
+
     def index(self) -> Tensor:
         """The element's number, row by row, where each row fills whole blocks; int32, wraps past 2^31.
 
@@ -80,6 +86,14 @@ class Blocks:
     def flat_per_block(self, x: Tensor) -> Tensor:
         """One value per block as (rows, blocks)."""
         return x.expand(self.rows, self.blocks, 1).reshape(self.rows, self.blocks)
+
+    def flat_codes(self, x: Tensor, bits: int) -> Tensor:
+        """Codes packed as `codes` reads them, (rows, bytes of whole eights); 0 past the end of a row."""
+        x = x.expand(self.rows, self.blocks, self.size)
+        x = x if self.live is None else torch.where(self.live, x, 0)
+        eights = -(-self.columns // 8)
+        x = x.reshape(self.rows, -1)[:, : 8 * eights].reshape(self.rows, eights * bits, 8 // bits)
+        return sum((x[..., k] << shift for k, shift in enumerate(range(0, 8, bits))), torch.zeros_like(x[..., 0]))
 
     def spread(self, x: Tensor) -> Tensor:
         """One value per row, column, matrix or tensor (shape (..., rows, 1) and so on) beside the elements."""
@@ -120,6 +134,10 @@ class Blocks:
     def store(self, to: Tensor, x: Tensor) -> None:
         """Writes values read by `elements` to `to`, of the parameter's shape."""
         to.copy_(self.flat(x))
+
+    def store_codes(self, to: Tensor, x: Tensor, bits: int) -> None:
+        """Writes codes to `to`, packed: (rows, bytes)."""
+        to.copy_(self.flat_codes(x, bits))
 
     def store_per_block(self, to: Tensor, x: Tensor) -> None:
         """Writes one value per block to `to`, of shape (rows, blocks)."""

@@ -14,6 +14,9 @@ from __future__ import annotations
 import functools
 import hashlib
 
+import torch
+from torch import Tensor
+
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 
@@ -34,6 +37,26 @@ def step_key(seed: int, step: int) -> int:
     """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
     stream = _mix((seed + _GOLDEN) & _MASK)
     return _signed(_mix((stream + step * _GOLDEN) & _MASK) >> 32)
+
+
+def _wrapped(word: int) -> int:
+    """64 bits as torch's int64 holds them."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """A logical shift to the right: int64's own brings in copies of the sign."""
+    shifted: Tensor = (z >> by) & (2 ** (64 - by) - 1)
+    return shifted
+
+
+def step_key_of(seed: int, step: Tensor) -> Tensor:
+    """`step_key` of a step that is counted on a device (0-dim int64): 0-dim int32 there."""
+    z = step * _wrapped(_GOLDEN) + _wrapped(_mix((seed + _GOLDEN) & _MASK))
+    z = (z ^ _shifted(z, 30)) * _wrapped(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _wrapped(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return (z >> 32).to(torch.int32)
 
 
 @functools.lru_cache(maxsize=65536)

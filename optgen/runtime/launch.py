@@ -18,14 +18,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, cpu_stages, layout, native, options, plans, replay, staged, stages
+from optgen.runtime import control, cpu, cpu_stages, layout, native, options, plans, replay, staged, stages, state
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
 from optgen.runtime.workspace import Workspace, matrices
@@ -64,9 +64,7 @@ class Tuning:
         tile = self.sizes(kernels, function)[0]
         if tile != kernels.TILE[function]:
             return {"TILE": tile}
-        if device.type != "cuda" or torch.version.hip is not None:
-            return {}
-        return limits(kernels, function, torch.cuda.get_device_capability(device)[0])
+        return dict(_limits(kernels, device, function))
 
 
 def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[str, int]:
@@ -94,10 +92,12 @@ def tuned(tuning: Tuning) -> Iterator[None]:
     """Steps made inside launch kernels that way, in every optimizer of the process: for measuring defaults."""
     global _tuning
     before, _tuning = _tuning, tuning
+    replay.tunings += 1
     try:
         yield
     finally:
         _tuning = before
+        replay.tunings += 1
 
 
 @functools.cache
@@ -212,12 +212,53 @@ def signature(bucket: Bucket) -> Signature:
 @dataclass(slots=True)
 class Tables:
     """What a bucket's kernels read: one table for C++, several launches for Triton; `staged`: of a step that takes
-    more than one kernel."""
+    more than one kernel.
+
+    scalars  of a step that is counted on the device
+    spare    pinned memory on the host, a tensor per table of addresses (see `stock`)
+    """
 
     signature: Signature
     launches: list[Launch]
     table: cpu.Table | None = None
     staged: stages.Plan | None = None
+    scalars: control.Control | None = None
+    spare: list[Tensor] = field(default_factory=list)
+
+    def sent(self) -> list[Tensor]:
+        """The tables of addresses on the device."""
+        if self.staged is not None:
+            return [self.staged.table]
+        return [launch.table for launch in self.launches]
+
+    def tensors(self) -> list[object]:
+        """All that kernels read or write beside the optimizer's own tensors, to be kept alive."""
+        if self.staged is not None:
+            return [self.staged.room, *self.staged.kept, *(x for call in self.staged.calls for x in call.tables)]
+        return [x for launch in self.launches for x in (launch.table, launch.work)]
+
+    def stock(self) -> None:
+        """Room on the host from which a graph may fill a table, made before there is one."""
+        if not self.spare:
+            self.spare = [
+                torch.empty(table.shape, dtype=table.dtype, pin_memory=table.device.type == "cuda")
+                for table in self.sent()
+            ]
+
+    def scalars_on(self, bucket: Bucket) -> control.Control:
+        """Where the bucket's scalars stand on its device."""
+        if self.scalars is None:
+            self.scalars = control.Control(bucket.variant.host_for(True)[1], bucket.device)
+        return self.scalars
+
+
+def _sorted(lines: Sequence[list[int]], block: int, counted: bool) -> dict[tuple[bool, bool], list[list[int]]]:
+    """Rows of tensors that have elements, by (aligned, ragged)."""
+    parts: dict[tuple[bool, bool], list[list[int]]] = {}
+    for line in lines:
+        if sizes(line)[0]:
+            parts.setdefault((is_aligned(line), is_ragged(line, block, counted)), []).append(line)
+    return parts
 
 
 def guard(device: torch.device) -> AbstractContextManager[Any]:
@@ -232,10 +273,14 @@ class Launcher:
         self._kept: dict[tuple[object, ...], Tables] = {}
         self._used: dict[tuple[object, ...], Tables] = {}
         self._alike: Counter[tuple[object, ...]] = Counter()
+        self._captured: list[object] = []
+        self._capturing = False
 
     def begin(self) -> None:
-        """A step starts: what the step before did not use is dropped."""
-        self._kept, self._used = self._used, {}
+        """A step starts: what the step before did not use is dropped; not so where a CUDA graph takes the step up."""
+        self._capturing = control.capturing()
+        if not self._capturing:
+            self._kept, self._used = self._used, {}
         self._alike.clear()
 
     def prepare(self, bucket: Bucket) -> Tables:
@@ -246,19 +291,16 @@ class Launcher:
             bucket.check()  # says what is missing
             raise
         with guard(bucket.device):
-            stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
-            place = (
-                bucket.group,
-                bucket.backend,
-                bucket.variant,
-                bucket.grad_dtype,
-                bucket.device,
-                bucket.cut,
-                stream,
-                _tuning,
-            )
+            stream = None  # a graph has a stream of its own
+            if not self._capturing:
+                stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
+            place: tuple[object, ...]
+            place = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
+            place = (*place, bucket.cut)
             self._alike[place] += 1  # several buckets where parameters have made unequally many steps
             key = (*place, self._alike[place])
+            if self._capturing:
+                return self._for_graph(bucket, now, key)
             old = self._kept.get(key)
             if old is None or old.signature != now:
                 bucket.check()
@@ -271,22 +313,59 @@ class Launcher:
                 elif bucket.variant.stages:
                     kernels = plans.part(bucket.plan, "triton_kernels")
                     kept = old.staged if old else None
-                    old = Tables(now, [], staged=stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows))
+                    made = stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows)
+                    old = Tables(now, [], staged=made, scalars=old.scalars if old else None)
                 else:
-                    old = Tables(now, self._build(bucket, now, old))
+                    old = Tables(now, self._build(bucket, now, old), scalars=old.scalars if old else None)
+            if bucket.counted:
+                old.scalars_on(bucket)
+                old.stock()
             self._used[key] = old
         return old
+
+    def _for_graph(self, bucket: Bucket, now: Signature, key: tuple[object, ...]) -> Tables:
+        """Tables for a graph, and kept for as long as the optimizer is: those of the last step where nothing has moved,
+        else such that the graph fills itself."""
+        bucket.check()
+        last = next((tables for kept, tables in self._used.items() if (*kept[:5], None, *kept[6:]) == key), None)
+        if last is None or last.scalars is None or last.signature[:2] != now[:2]:
+            raise control.not_ready(state.label(bucket.params[0], bucket.names[0]))
+        if last.signature != now:
+            last = self._moved(bucket, now, last)
+        self._captured.append((last, last.tensors(), last.scalars_on(bucket).tensors()))
+        return last
+
+    def _moved(self, bucket: Bucket, now: Signature, last: Tables) -> Tables:
+        """The same tables for other addresses: nothing is allocated on the host or read."""
+        shapes, streams, columns, places = now
+        spare, last.spare = last.spare, []
+        if last.staged is not None:
+            lines = stages.lines(last.staged, now, stage_rows)
+            parts = [lines] if lines is not None else []
+        else:
+            block = bucket.variant.block
+            sorted_lines = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
+            alike = [(x.aligned, x.ragged, x.sizes) for x in last.launches]
+            found = [(aligned, ragged, [sizes(x) for x in part]) for (aligned, ragged), part in sorted_lines.items()]
+            parts = list(sorted_lines.values()) if found == alike else []
+        if len(parts) != len(last.sent()) or len(spare) != len(parts):
+            raise control.not_ready(f"{state.label(bucket.params[0], bucket.names[0])}, whose gradient lies elsewhere,")
+        tables = []
+        for room, part, old in zip(spare, parts, last.sent(), strict=True):
+            room.copy_(torch.tensor(part, dtype=torch.int64))
+            tables.append(torch.empty_like(old).copy_(room, non_blocking=True))
+        self._captured.append(spare)  # every run of the graph reads it
+        if last.staged is not None:
+            return Tables(now, [], None, stages.moved(last.staged, tables[0]), last.scalars)
+        made = [replace(x, table=table) for x, table in zip(last.launches, tables, strict=True)]
+        return Tables(now, made, None, None, last.scalars)
 
     def _build(self, bucket: Bucket, now: Signature, old: Tables | None) -> list[Launch]:
         block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = _tuning.sizes(kernels, function)
-        parts: dict[tuple[bool, bool], list[list[int]]] = {}
         shapes, streams, columns, places = now
-        for line in rows(columns, shapes, streams, places):
-            if sizes(line)[0]:
-                key = is_aligned(line), is_ragged(line, block, bucket.variant.stochastic)
-                parts.setdefault(key, []).append(line)
+        parts = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
         for (aligned, ragged), lines in parts.items():
@@ -302,44 +381,66 @@ class Launcher:
         return launches
 
 
-def run(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int) -> None:
-    """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
-    import triton.language as tl
+def made(bucket: Bucket, tables: Tables) -> replay.Made:
+    """A bucket's step, as it can be made again."""
+    if tables.table is not None:
+        return replay.Made(bucket, tables.table)
+    shapes, streams, columns, places = tables.signature
+    table = cpu.table(rows(columns, shapes, streams, places), len(bucket.variant.names))
+    return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None)
 
-    kernels = plans.part(bucket.plan, "triton_kernels")
-    variant = bucket.variant
-    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
-    if tables.staged is not None:
-        told = functools.partial(_limits, kernels, bucket.device)
-        if bucket.in_parts:
-            staged.run(runner(bucket, tables, scalars, step_key))
-            return
-        with guard(bucket.device):
-            stages.run(tables.staged, kernels, grad, scalars, step_key, told)
-        torch.autograd.graph.increment_version(bucket.params)
+
+def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+    """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
+    if bucket.in_parts:
+        staged.run(runner(bucket, tables, scalars, step_key))
         return
-    kernel: Any = getattr(kernels, variant.kernel_name)
-    per_item = _tuning.sizes(kernels, variant.kernel_name)[1]
-    options = _tuning.options(kernels, variant.kernel_name, bucket.device)
-    with guard(bucket.device):
-        for launch in tables.launches:
-            kernel[(launch.work.shape[0],)](
-                launch.table,
-                launch.work,
-                *scalars,
-                step_key,
-                GRAD=grad,
-                TILES=per_item,
-                RAGGED=launch.ragged,
-                ALIGNED=launch.aligned,
-                num_warps=_tuning.warps,
-                enable_fp_fusion=False,
-                **options,
-            )
+    starter(bucket, tables)(scalars, step_key)
     torch.autograd.graph.increment_version(bucket.params)
 
 
-def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float], step_key: int) -> staged.Runner:
+def starter(bucket: Bucket, tables: Tables) -> replay.Start:
+    """The launches of a bucket's step, which is one stretch of kernels; keeps none of its tensors."""
+    import triton.language as tl
+
+    kernels = plans.part(bucket.plan, "triton_kernels")
+    variant, device, tuning, plan = bucket.variant, bucket.device, _tuning, tables.staged
+    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    if plan is not None:
+        told = functools.partial(_limits, kernels, device)
+
+        def staged_kernels(scalars: Sequence[float] | control.Control, step_key: int) -> None:
+            with guard(device):
+                stages.run(plan, kernels, grad, scalars, step_key, told)
+
+        return staged_kernels
+    kernel: Any = getattr(kernels, variant.kernel_name)
+    options = tuning.options(kernels, variant.kernel_name, device)
+    tile = {"TILE": options.pop("TILE")} if "TILE" in options else {}
+    constants: dict[str, Any] = {"GRAD": grad, "TILES": tuning.sizes(kernels, variant.kernel_name)[1], **tile}
+    which = range(variant.host_for(True)[1])
+    launches = tables.launches
+
+    def kernel_of_all(scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        with guard(device):
+            for launch in launches:
+                control.start(
+                    kernel,
+                    launch.work.shape[0],
+                    (launch.table, launch.work),
+                    scalars,
+                    which,
+                    step_key,
+                    constants | {"RAGGED": launch.ragged, "ALIGNED": launch.aligned},
+                    num_warps=tuning.warps,
+                    enable_fp_fusion=False,
+                    **options,
+                )
+
+    return kernel_of_all
+
+
+def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     import triton.language as tl
 

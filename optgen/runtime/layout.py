@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import plans
-from optgen.runtime.records import Field, Variant
+from optgen.runtime.records import Field, Variant, dtype_name
 
 CHUNK = 2**24
 """Elements that encode and decode work on at a time: bounds their fp32 temporaries to 64 MiB each."""
@@ -62,7 +62,7 @@ def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     if field.per == 1:
         return tuple(shape)
     rows, columns = grid(shape)
-    return rows, -(-columns // field.per)
+    return rows, -(-columns // field.per) * field.width
 
 
 def matrix_shape(matrix: str, shape: torch.Size) -> torch.Size:
@@ -97,11 +97,11 @@ class Piece(NamedTuple):
     right: int
     flat: bool
 
-    def of(self, tensor: Tensor, shape: torch.Size, per: int) -> Tensor:
-        """The piece of a parameter-shaped (per = 1) or block-shaped tensor; a view."""
+    def of(self, tensor: Tensor, shape: torch.Size, per: int = 1, width: int = 1) -> Tensor:
+        """The piece of a parameter-shaped (per = 1) tensor, or of one with `width` entries per block; a view."""
         rows, columns = grid(shape)
         if per > 1:
-            return tensor[self.top : self.bottom, self.left // per : -(-self.right // per)]
+            return tensor[self.top : self.bottom, self.left // per * width : -(-self.right // per) * width]
         view = tensor.reshape(rows, columns)[self.top : self.bottom, self.left : self.right]
         return view[0] if self.flat else view
 
@@ -133,19 +133,22 @@ def encode(
     values: Mapping[str, Tensor | float],
     wanted: Collection[str],
     room: Mapping[str, Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The wanted fields for a weight and its states.
+    """The wanted fields for a weight and its states; "p" among them: the parameter itself, of its dtype and shape.
 
     p       the parameter (its own dtype, any layout): gives shape, device and the weight
     values  fp values of every state: tensors of p's shape, or one number for all elements
     room    tensors to write them into; without it they are allocated
+    weight  the full weight (fp32, p's shape and device) where p is a rounding of it
     """
     shape, device = p.shape, p.device
     function: Callable[..., Mapping[str, Tensor]] = getattr(
         plans.part(plan, "reference"), f"{variant.codec_name}_encode"
     )
-    fields = [f for f in variant.fields if f.name in wanted]
-    out = {f.name: room[f.name] if room else empty_field(f, shape, device) for f in fields}
+    own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
+    fields = own + [f for f in variant.fields if f.name in wanted]
+    out = {f.name: room[f.name] if room and f.name in room else empty_field(f, shape, device) for f in fields}
     for f in fields:
         if f.space != "elem":  # as it is, in the field's dtype
             value = values[f.owner]
@@ -155,7 +158,7 @@ def encode(
     values = {name: value for name, value in values.items() if name not in few}
     if not fields:
         return out
-    weight = p.detach().contiguous()
+    weight = (p.detach() if weight is None else weight).contiguous()
     dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
     for piece in pieces(shape, variant.block):
         part = piece.of(weight, shape, 1).to(torch.float32).contiguous()
@@ -168,7 +171,7 @@ def encode(
             )
         made = function(arguments)
         for f in fields:
-            piece.of(out[f.name], shape, f.per).copy_(made[f.name])
+            piece.of(out[f.name], shape, f.per, f.width).copy_(made[f.name])
     return out
 
 
@@ -188,8 +191,24 @@ def decode(
         return out
     weight = p.detach().contiguous()
     for piece in pieces(shape, variant.block):
-        stored = [piece.of(state[f.name], shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
+        fields = [f for f in variant.fields if f.space == "elem"]
+        stored = [piece.of(state[f.name], shape, f.per, f.width) for f in fields]
+        stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
         made = function(piece.of(weight, shape, 1).contiguous(), *stored)
         for name in elements:
             piece.of(out[name], shape, 1).copy_(made[name])
     return out
+
+
+def first(
+    plan: ModuleType, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str], least: int
+) -> dict[str, Tensor]:
+    """The first values of what `decode` gives for element-wise states: 1-D, whole blocks of the first row that make up
+    `least` elements, or the row.  For p with elements."""
+    function: Callable[..., Mapping[str, Tensor]] = getattr(
+        plans.part(plan, "reference"), f"{variant.codec_name}_decode"
+    )
+    piece = Piece(0, 1, 0, min(grid(p.shape)[1], -(-least // variant.block) * variant.block), True)
+    stored = [piece.of(state[f.name], p.shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
+    made = function(piece.of(p.detach(), p.shape, 1).contiguous(), *stored)
+    return {name: made[name] for name in wanted}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -14,17 +16,22 @@ from torch.optim.optimizer import ParamsT
 
 from optgen.runtime import (
     checkpoint,
+    control,
     cpu,
     evaluation,
     keys,
     launch,
+    low_bits,
     memory,
+    offload,
     options,
     plans,
+    release,
     replay,
     sharding,
     shared,
     state,
+    weights,
     whole,
 )
 from optgen.runtime.arena import Arena
@@ -47,15 +54,43 @@ class Entry(NamedTuple):
 _UNCUT: frozenset[str] = frozenset()
 
 
+class Ready(NamedTuple):
+    """A bucket before its step: its tables (None: eager torch), scalars and step key, and what counts it then: its host
+    states after it, or the step on the device."""
+
+    bucket: Bucket
+    tables: launch.Tables | None
+    scalars: Any
+    key: int
+    after: tuple[float, ...] | control.Step
+
+    def finish(self) -> None:
+        if isinstance(self.after, control.Step):
+            self.bucket.finish_counted(self.after)
+        else:
+            self.bucket.finish(self.after)
+
+
 class Choice:
-    """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size."""
+    """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size.
 
-    __slots__ = ("_by_shape", "_cls", "_group", "backend", "device", "dtype", "large", "limit", "plan", "small")
+    counted  whether their steps are counted on the device: as capturable=True asks, and fused=True where there is a
+             GradScaler; without one (None) as their states are.  Only Triton's kernels can be told
+    """
 
-    def __init__(self, cls: type, group: dict[str, Any], p: Tensor) -> None:
+    __slots__ = (
+        "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "plan", "small",
+    )  # fmt: skip
+
+    def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool) -> None:
         self.dtype, self.device = p.dtype, p.device
         self.plan = plans.load(cls, plans.plan_name(cls, group.get("plan"), p.dtype))
         self.backend = launch.choose(group["backend"], p.device, self.plan)
+        self.counted: bool | None = False
+        if self.backend == "triton" and all(flag.every is None for flag in options.flags_declared(cls)):
+            self.counted = True if group.get("capturable") else None if group.get("fused") else False
+            if self.counted is None and scaled:
+                self.counted = True
         self.limit = plans.small_numel(self.plan)
         self._by_shape: dict[torch.Size, Variant] | None = None
         if any(flag.shape is not None for flag in options.flags_declared(cls)):
@@ -79,6 +114,11 @@ class Choice:
         return found
 
 
+def _same(step: object, host: Sequence[object], bucket: Bucket) -> bool:
+    """Whether a bucket is counted by these very tensors."""
+    return step is bucket.step and all(map(is_, host, bucket.host))
+
+
 class Optimizer(torch.optim.Optimizer):
     """What a generated optimizer inherits: everything but its numbers.
 
@@ -90,6 +130,9 @@ class Optimizer(torch.optim.Optimizer):
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
               where parameters have none) and steps, in any order or grouping
     maximize  step along the gradient, not against it
+    capturable  count steps on the device and read nothing there, so that a CUDA graph may hold the step; numbers given
+              as tensors on the device stay tensors, the others are part of the graph
+    fused     let torch.amp.GradScaler leave gradients scaled: the kernels divide, and skip a step that has an infinity
     """
 
     SPEC: ClassVar[str]
@@ -112,9 +155,9 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed}
-        refused = {"capturable": capturable, "differentiable": differentiable}
-        defaults = options.check(type(self), {**given, **refused})
+        given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
+        asked = {"capturable": capturable or None, "fused": fused or None, "differentiable": differentiable}
+        defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
         super().__init__(params, defaults)
 
@@ -123,21 +166,45 @@ class Optimizer(torch.optim.Optimizer):
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._launcher = launch.Launcher()
         self._replay = replay.Keeper()
+        self._counters = control.Counters()
         self._trained: dict[Tensor, Tensor] | None = None
+        self._release: release.Release | None = None
+        self._offload = offload.Offload()
+        self._room: Arena | None = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks: whether it may hand over its scale, and whether it found an infinity, as attributes
+        `grad_scale` and `found_inf`.
+
+        With released gradients it may, so that `step()` can refuse it: the scaler itself would look for gradients that
+        are gone.
+        """
+        return bool(self.defaults.get("fused")) or self._release is not None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
-        super().__setstate__(state)
+        super().__setstate__({k: v for k, v in state.items() if k != low_bits.CARRIER})
+        self._bring_up()
         self.defaults.pop("differentiable", None)  # torch puts it there; it would wander into new groups
         for group in self.param_groups:
             options.set_missing(group, self.defaults)
         for entry in self._entries():
             self._dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
 
+    def _bring_up(self) -> None:
+        """Groups and states of an older version, as a pickle may hold them."""
+        for group in self.param_groups:
+            own = {p: self.state[p] for p in group["params"] if p in self.state}
+            found, own = checkpoint.migrated(group, own)
+            group.update(found)
+            self.state.update(own)
+        self.defaults["format"] = checkpoint.FORMAT
+
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         for i, group in enumerate(self.param_groups):
-            shown = ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in ("params", "param_names"))
+            shown = ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in ("params", "param_names", "format"))
             lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
         return "\n".join([*lines, ")"])
 
@@ -165,6 +232,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
+        if self._release is not None:
+            self._release.attach()
 
     def _admit(self, p: Tensor) -> None:
         """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""
@@ -247,35 +316,39 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        if self._release is None:
+            self._update()
+        else:
+            self._release.step()
         return loss
 
     @_disable_dynamo
     def _update(self) -> None:
         """The step proper; torch.compile leaves it as it is (one graph break)."""
-        if not self._replay.again(self.param_groups, self.state):
+        scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
+        if self._offload.active or any(group.get("offload") for group in self.param_groups):
+            self._offload.step(self, scaler)
+            return
+        if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
-                self._sort_and_run()
+                self._sort_and_run(scaler)
 
-    def _sort_and_run(self) -> None:
+    def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
-        buckets = self._buckets()
+        buckets = self._buckets(scaler)
+        if not buckets:
+            return
         shared.check(buckets)
         self._launcher.begin()
-        prepared = []
-        for bucket in buckets:
-            bucket.localize()
-            if bucket.backend == "reference":
-                tables = None
-                bucket.check()
-            else:
-                tables = self._launcher.prepare(bucket)
-            prepared.append((bucket, tables, *self._host_scalars(bucket)))
+        prepared = [self._prepare(bucket, scaler) for bucket in buckets]
         together = []
-        for bucket, tables, scalars, host in prepared:
-            key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
+        for ready in prepared:
+            bucket, tables, scalars, key, _ = ready
             if bucket.waits:
                 together.append(shared.runner(bucket, tables, scalars, key))
+            elif isinstance(scalars, control.Control):
+                assert tables is not None
+                launch.run(bucket, tables, scalars, key)
             elif tables is None:
                 run_reference(bucket, scalars, key)
             elif tables.table is not None:
@@ -283,23 +356,47 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 launch.run(bucket, tables, scalars, key)
             if not bucket.waits:
-                bucket.finish(host)
+                ready.finish()
         if together:
             shared.run(together)
-            for bucket, _, _, host in prepared:
-                if bucket.waits:
-                    bucket.finish(host)
+            for ready in prepared:
+                if ready.bucket.waits:
+                    ready.finish()
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
+        self._counters.take(buckets)
+        self._counters.forget(self.state)
         if any(b.in_parts or b.places for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
-        self._replay.keep(
-            type(self), self.param_groups, self.state,
-            [(bucket, tables.table if tables else None) for bucket, tables, *_ in prepared],
-        )  # fmt: skip
+        if all(ready.tables is not None for ready in prepared):
+            made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
+            self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
-    def _buckets(self) -> list[Bucket]:
+    def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
+        """All that can fail, before anything changes."""
+        bucket.localize()
+        tables = None
+        if bucket.backend == "reference":
+            bucket.check()
+        else:
+            tables = self._launcher.prepare(bucket)
+        if bucket.counted:
+            assert tables is not None
+            alone = self._counters.shared_by(bucket.step) == len(bucket.params)
+            if not alone and control.capturing():
+                raise control.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
+            bucket.move_count(alone)
+            room = tables.scalars_on(bucket)
+            return Ready(bucket, tables, room, 0, self._count(bucket, room, scaler))
+        assert not isinstance(bucket.step, Tensor)
+        scalars, host = self._host_scalars(bucket, scaler)
+        key = keys.step_key(self.param_groups[bucket.group]["seed"], bucket.step + 1)
+        return Ready(bucket, tables, scalars, key, host)
+
+    def _buckets(self, scaler: control.Scaler | None) -> list[Bucket]:
         """Parameters with gradients by what they share; states that are not there yet are made.
+
+        No buckets where a scaler has found an infinity, if any step is counted on the host.
 
         Runs once per parameter and step, between kernels that may take less time than it: hence the locals, and the
         look at the bucket of the parameter before, which is nearly always the right one.
@@ -307,7 +404,7 @@ class Optimizer(torch.optim.Optimizer):
         buckets: dict[tuple[object, ...], Bucket] = {}
         fresh: list[tuple[Bucket, int]] = []
         position = 0
-        states, dtypes = self.state, self._dtypes
+        states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, control.capturing()
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
         for number, group in enumerate(self.param_groups):
@@ -316,6 +413,7 @@ class Optimizer(torch.optim.Optimizer):
             position += len(group["params"])
             choice: Choice | None = None
             bucket: Bucket | None = None
+            number_of: Any = None  # its step, where that is a number
             for i, p in enumerate(group["params"]):
                 g = p.grad
                 if g is None:
@@ -329,33 +427,44 @@ class Optimizer(torch.optim.Optimizer):
                     grad_dtype = self._check_pair(p, g, name)
                 if choice is None or dtype is not choice.dtype or device != choice.device:
                     kind = (dtype, device)
-                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p)
+                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None)
                 variant = choice.variant(p)
                 entry = states.get(p)
-                step = entry.get("step") if entry else None
-                if type(step) is not int or step <= 0:  # new, or put there by somebody else
-                    step = self._steps(variant, entry, p, name)
-                ready = step > 0
                 shard = None
                 if sharded is not None and isinstance(p, sharded):
                     shard = self._shard(variant, p, entry, start + i, name)
                 cut = shard.layout.roles(variant.matrix) if shard is not None and not shard.gathered else _UNCUT
-                host = variant.host_start
-                if host:
-                    host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
+                step: Any = entry.get("step") if entry else None
+                host: Any = variant.host_start
+                counted = choice.counted is not False and isinstance(step, Tensor) and knows(step)
+                if counted and host:
+                    assert entry is not None
+                    host = tuple([entry.get(n) for n in variant.host_names])
+                    counted = all(map(knows, host))
+                ready = counted  # by tensors, which are not looked at
+                if not counted:
+                    if capturing:
+                        raise control.not_ready(state.label(p, name))
+                    if type(step) is not int or step <= 0:  # new, or put there by somebody else
+                        step = self._steps(variant, entry, p, name)
+                    ready = step > 0
+                    if variant.host_start:
+                        host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
                 if (
                     bucket is None
                     or variant is not bucket.variant
                     or grad_dtype is not bucket.grad_dtype
-                    or step != bucket.step
-                    or host != bucket.host
                     or device != bucket.device
                     or cut != bucket.cut
+                    or not (_same(step, host, bucket) if counted else step == number_of and host == bucket.host)
                 ):
-                    key = (number, variant, grad_dtype, device, step, host, cut)
+                    of_step = (id(step), *map(id, host)) if counted else (step, host)
+                    key = (number, variant, grad_dtype, device, cut, *of_step)
                     backend = launch.able(choice.backend, choice.plan, variant)
                     made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host, cut=cut)
+                    made.counted = backend == "triton" and (counted or bool(choice.counted))
                     bucket = buckets.setdefault(key, made)
+                    number_of = None if counted else step
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))
                 if shard is not None:
@@ -372,14 +481,18 @@ class Optimizer(torch.optim.Optimizer):
             self._dtypes = {key: value for key, value in dtypes.items() if key in live}
         if any(flag.every is not None for flag in self.FLAGS):
             for made in buckets.values():
+                assert not isinstance(made.step, Tensor)  # such flags are not counted on a device
                 flags = options.at_step(type(self), self.param_groups[made.group], made.step + 1)
                 made.variant = plans.at_step(made.plan, made.variant, flags)
+        if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
+            return []
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
         whole.collect(buckets.values())
         arenas = self._arenas(fresh)
         groups = self.param_groups
+        rounded: list[tuple[Tensor, Tensor]] = []
         new = [
-            state.create(b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group])
+            state.create(b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group], rounded)
             for b, i in fresh
         ]
         shared.begin(self.state, new, [b.variant for b, _ in fresh])
@@ -392,6 +505,7 @@ class Optimizer(torch.optim.Optimizer):
                 shard.owner.update(shard.parts.wrapped(entry))
                 states[shard.p] = shard.owner
         whole.collect_states(buckets.values())
+        weights.settle(rounded, [b.kept(i) for b, i in fresh])
         return list(buckets.values())
 
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
@@ -401,7 +515,7 @@ class Optimizer(torch.optim.Optimizer):
         for entry in self._entries():
             if entry.p.requires_grad and isinstance(entry.p, sharded):
                 kind = id(entry.group), entry.p.dtype, entry.p.device
-                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p)
+                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False)
                 if self._sends(choice.variant(entry.p), entry.p):
                     wanted.append(entry.p)
         found = sharding.agreed(wanted) if wanted else []
@@ -433,6 +547,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
         """Room for the states that are made now, by group."""
+        if self._room is not None:
+            return {b.group: self._room for b, _ in fresh}
         sizes: dict[int, list[int]] = {}
         for b, i in fresh:
             if b.device.type == "cpu":
@@ -479,14 +595,72 @@ class Optimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{state.label(p, name)}: {key} must be a number, got {entry.get(key, 'nothing')!r}")
         return value
 
-    def _host_scalars(self, bucket: Bucket) -> tuple[list[float], tuple[float, ...]]:
+    def _count(self, bucket: Bucket, room: control.Control, scaler: control.Scaler | None) -> control.Step:
+        """The bucket's step on the device, its scalars computed."""
+        group, variant = self.param_groups[bucket.group], bucket.variant
+        assert isinstance(bucket.step, Tensor)
+        host = [x for x in bucket.host if isinstance(x, Tensor)]
+        step = control.Step(bucket.step, host, scaler.found if scaler else None)
+        step.fill(
+            room,
+            *variant.host_for(True),
+            sign=-1.0 if group["maximize"] else 1.0,
+            scale=scaler.scale if scaler else None,
+            hypers={hyper.name: hyper.read_on(group[hyper.name], bucket.device) for hyper in self.HYPERS},
+            names=variant.host_names,
+            seed=group["seed"] if variant.stochastic else None,
+        )
+        control.check_calls(variant, room)
+        return step
+
+    def _host_scalars(self, bucket: Bucket, scaler: control.Scaler | None) -> tuple[list[float], tuple[float, ...]]:
         """(scalars rounded to fp32, new host states in fp64) of a bucket, computed in fp64."""
         group, variant = self.param_groups[bucket.group], bucket.variant
         hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.HYPERS}
         sign = -1.0 if group["maximize"] else 1.0
+        if scaler is not None:
+            sign = scaler.factor(sign)
         host, count = variant.host_for(bucket.backend != "reference")
         values = host(bucket.step + 1, sign, **hypers, **dict(zip(variant.host_names, bucket.host, strict=True)))
         return [ctypes.c_float(value).value for value in values[:count]], tuple(values[count:])
+
+    # -- gradient release -----------------------------------------------------------------------------
+
+    def release_gradients(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        accumulate: int = 1,
+        accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
+        clip: float | None = None,
+        clip_by: release.ClipBy = "norm",
+    ) -> release.Release:
+        """From now on each parameter is updated within backward, when its gradient is complete, which is then freed.
+
+        model        only its parameters; None: all of this optimizer's
+        accumulate   micro-batches whose gradients are summed before an update
+        accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch
+                     sums
+        clip         largest norm or value of a parameter's gradient; None: no clipping
+        clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the
+                     norm over all parameters at the step before (at the first step, of each parameter)
+
+        The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
+        steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
+        and FSDP1.  A GradScaler is refused by the first `step()` it makes.
+        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
+        """
+        self._refuse_in_evaluation("release_gradients()")
+        self._release = release.Release(
+            self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
+        )
+        return self._release
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; sums of micro-batches that are kept elsewhere go with the gradients."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.discard()
 
     # -- evaluation -----------------------------------------------------------------------------------
 
@@ -526,6 +700,9 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_evaluation("copying")
         found: dict[str, Any] = super().__getstate__()
+        params = [entry.p for entry in self._entries()]
+        if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
+            found[low_bits.CARRIER] = low_bits.Carrier(params)
         return found
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -543,10 +720,11 @@ class Optimizer(torch.optim.Optimizer):
             if changed is not None:
                 state_dict = changed
         with torch.no_grad():
-            loaded, groups = checkpoint.read(type(self), self.param_groups, state_dict)
-        self._replay = replay.Keeper()
-        self.state = defaultdict(dict, loaded)
-        self.param_groups = groups
+            loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+            self._replay = replay.Keeper()
+            weights.settle(loaded.rounded, loaded.states)
+        self.state = defaultdict(dict, loaded.states)
+        self.param_groups = loaded.groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -559,7 +737,7 @@ class Optimizer(torch.optim.Optimizer):
         numbers = {id(entry.p): entry.position for entry in self._entries()}
         groups = []
         for group in self.param_groups:
-            packed = {k: v for k, v in group.items() if k not in ("params", "plan", "backend", "seed")}
+            packed = {k: v for k, v in group.items() if k not in ("params", *options.OWN)}
             groups.append({**packed, "params": [numbers[id(p)] for p in group["params"]]})
         dense = {}
         with torch.no_grad():
@@ -574,17 +752,60 @@ class Optimizer(torch.optim.Optimizer):
     def master_weights(self) -> dict[str | int, Tensor]:
         """The weights at full precision, fp32, by name (by position where parameters have no names)."""
         self._refuse_in_evaluation("master_weights()")
-        weights: dict[str | int, Tensor] = {}
         with torch.no_grad():
-            for entry in self._entries():
-                kept = self.state.get(entry.p)
+            return {entry.name: self._full_weight(entry) for entry in self._entries()}
+
+    def _full_weight(self, entry: Entry) -> Tensor:
+        kept = self.state.get(entry.p)
+        if not kept:
+            return weights.fresh(entry.p)
+        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
+        return weights.full(plan, variant, entry.p, kept, entry.name)
+
+    def _trained_entries(self) -> dict[int, Entry]:
+        """id(parameter) -> its entry, of those that are trained."""
+        return {id(entry.p): entry for entry in self._entries() if entry.p.requires_grad or self.state.get(entry.p)}
+
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The model's state dict with its weights at full precision: fp32, for `fp32_model.load_state_dict`.
+
+        Names are the model's own, tied weights under all of theirs.  Parameters that are not this optimizer's and
+        floating buffers keep their values (fp32 where they are narrower); all else is as it is.  Tensors are copies,
+        on their parameters' devices.
+        RuntimeError where a weight was changed by something else and no longer fits what is kept of it; ValueError for
+        a model none of whose parameters is this optimizer's.
+        """
+        self._refuse_in_evaluation("master_state_dict()")
+        owned = {key: functools.partial(self._full_weight, entry) for key, entry in self._trained_entries().items()}
+        with torch.no_grad():
+            return weights.of_model(model, type(self).__name__, owned)
+
+    def load_master_state_dict(
+        self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Set the model's weights, and the bits of them that this optimizer keeps, from a state dict of any floating
+        dtype; fp32 loses nothing that the plan can hold.  Other states (moments) stay as they are.
+
+        strict   refuse names that are missing or that the model does not have
+        Before the first step the bits wait beside the parameters until that step takes them.  All is checked first:
+        ValueError lists what does not fit, and nothing has changed.
+        """
+        self._refuse_in_evaluation("load_master_state_dict()")
+        entries = self._trained_entries()
+        with torch.no_grad():
+            found = weights.check(model, type(self).__name__, state_dict, entries, strict)
+            ready = []
+            for p, value in found.owned:
+                entry = entries[id(p)]
+                _, plan, variant = checkpoint.select(type(self), entry.group, p)
+                kept = self.state.get(p)
                 if kept:
-                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
-                    state.check(variant, entry.p, kept, entry.name)
-                    weights[entry.name] = sharding.decode(plan, variant, entry.p, kept, ("p",))["p"]
-                else:
-                    weights[entry.name] = entry.p.detach().to(torch.float32, copy=True).contiguous()
-        return weights
+                    state.check(variant, p, kept, entry.name)
+                ready.append((plan, variant, p, kept, value))
+            if found.rest:
+                model.load_state_dict(found.rest, strict=False)
+            for one in ready:
+                weights.put(*one)
 
     def memory(self) -> memory.Memory:
         """Bytes of the trainable weights and of their states, made already or not yet."""

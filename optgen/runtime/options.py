@@ -16,15 +16,18 @@ from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
 
-IGNORED = frozenset({"foreach", "fused"})
-"""torch's choices among its own implementations: accepted in a group, without effect."""
+IGNORED = frozenset({"foreach"})
+"""torch's choice among its own implementations: accepted in a group, without effect."""
 
-REFUSED = {
-    "differentiable": "the step is one fused kernel that autograd does not see",
-    "capturable": "host scalars would be frozen into a CUDA graph",
-}
+REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
-FOREIGN = frozenset({"params", "backend", *IGNORED, *REFUSED})
+OWN = frozenset({"plan", "backend", "seed", "format"})
+"""Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
+
+RUNNING = ("capturable", "fused")
+"""How a step is made, not what it makes.  A group has these keys only where they were asked for."""
+
+FOREIGN = frozenset({"params", "backend", "format", "offload", *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -34,14 +37,26 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hypers: Sequence[Hyper] = cls.HYPERS
     flags: Sequence[Flag] = cls.FLAGS
+    for name in RUNNING:
+        if group.get(name) is not None:
+            found[name] = _switch(group[name], name, owner)
+    if found.get("capturable") and (changing := [flag for flag in flags if flag.every is not None]):
+        raise ValueError(
+            f"{owner} does not support capturable=True: every {changing[0].every} steps it does something else, "
+            f"and a CUDA graph repeats one step"
+        )
+    if found.get("fused") and group.get("foreach"):
+        raise ValueError(f"{owner}: fused and foreach cannot both be True, as in torch")
     for hyper in hypers:
         if hyper.name in group:
-            found[hyper.name] = hyper.check(group[hyper.name], owner)
+            found[hyper.name] = hyper.check(group[hyper.name], owner, bool(found.get("capturable")))
     for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
         if name in group:
             found[name] = _switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
+    if "offload" in group:
+        found["offload"] = _switch(group["offload"], "offload", owner)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:
@@ -141,7 +156,7 @@ def _nonzero(value: Any) -> bool:
 def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
     """Groups may carry keys of the user's own; one that looks like a misspelt option is worth a word."""
     known = [*(h.name for h in cls.HYPERS), *(f.name for f in cls.FLAGS if not f.derived)]
-    known += ["maximize", "plan", "seed", "backend"]
+    known += ["maximize", *sorted(OWN)]
     for key in group:
         if key in known or key in FOREIGN or key == "param_names":
             continue

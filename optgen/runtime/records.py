@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from optgen.runtime.scalars import Scalar
+
 HostFunction = Callable[..., tuple[float, ...]]
 
 
@@ -35,13 +37,16 @@ class Hyper:
         bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
-    def check(self, value: object, owner: str) -> float | tuple[float, ...] | torch.Tensor:
-        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor
-        (schedulers fill it in place); None for a part of a tuple is its default, as torch writes what it chooses itself
-        (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the range."""
+    def check(
+        self, value: object, owner: str, tensors: bool = False
+    ) -> float | torch.Tensor | tuple[float | torch.Tensor, ...]:
+        """`value` as a group keeps it: Python floats; a learning rate given as a tensor stays that tensor (schedulers
+        fill it in place), and where `tensors` are kept, so does any number; None for a part of a tuple is its default,
+        as torch writes what it chooses itself (Adafactor's eps).  Raises TypeError or ValueError naming `owner` and the
+        range."""
         if isinstance(self.default, tuple):
             if isinstance(value, torch.Tensor) and value.ndim == 1:
-                value = value.tolist()
+                value = value.unbind() if tensors else value.tolist()
             if not isinstance(value, Sequence) or isinstance(value, str):
                 raise TypeError(f"{owner}: {self.name} must be {len(self.default)} numbers, got {value!r}")
             if len(value) != len(self.default):
@@ -49,9 +54,13 @@ class Hyper:
                     f"{owner}: {self.name} must be {len(self.default)} numbers, got {len(value)}: {value!r}"
                 )
             parts = [default if part is None else part for part, default in zip(value, self.default, strict=True)]
-            return tuple(self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts))
+            numbers = [self._one(part, f"{self.name}[{i}]", owner) for i, part in enumerate(parts)]
+            return tuple(
+                part if tensors and isinstance(part, torch.Tensor) else number
+                for part, number in zip(parts, numbers, strict=True)
+            )
         number = self._one(value, self.name, owner)
-        return value if self.name == "lr" and isinstance(value, torch.Tensor) else number
+        return value if isinstance(value, torch.Tensor) and (tensors or self.name == "lr") else number
 
     def _one(self, value: object, name: str, owner: str) -> float:
         number = as_float(value)
@@ -67,6 +76,19 @@ class Hyper:
             return self._inside(value)
         if isinstance(self.default, tuple) and isinstance(value, Sequence):
             return tuple(self._read_one(part) for part in value)
+        return self._read_one(value)
+
+    def read_on(self, value: object, device: torch.device) -> Scalar | tuple[Scalar, ...]:
+        """`read` without looking at tensors on that device: they come as 0-dim fp64 ones, not held to the range."""
+        if isinstance(self.default, tuple) and isinstance(value, Sequence):
+            return tuple(self._read_one_on(part, device) for part in value)
+        if isinstance(self.default, tuple) and isinstance(value, torch.Tensor) and value.ndim == 1:
+            return tuple(self._read_one_on(part, device) for part in value.unbind())
+        return self._read_one_on(value, device)
+
+    def _read_one_on(self, value: object, device: torch.device) -> Scalar:
+        if isinstance(value, torch.Tensor) and value.device == device and value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(()).to(torch.float64)
         return self._read_one(value)
 
     def _read_one(self, value: object) -> float:
@@ -142,13 +164,20 @@ class Flag:
             raise ValueError(f"{owner}: {self.name}=True needs {self.excludes}=0, got {group[self.excludes]!r}")
 
 
+EIGHT = 8
+"""Elements whose packed codes fill whole bytes; blocks are wider."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One stored tensor of a parameter's state.
 
-    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B))
+    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B)); EIGHT: codes
+           of `width` bits, packed, shape (rows, ceil(columns / 8) * width)
     zero   the entry that decodes to 0
     state  what it stores part of: the name of a state, or "p" for the weight
+    width  1; of packed codes the bits of one, which are the bytes of eight: byte j holds those of neighbours, the first
+           in its lowest bits
     space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
            the last two dimensions, "tensor" ()
     matrix which two dimensions those are (layout.matrix_shape)
@@ -159,6 +188,7 @@ class Field:
     per: int = 1
     zero: int | float = 0
     state: str = ""
+    width: int = 1
     space: str = "elem"
     matrix: str = "last"
 
@@ -293,6 +323,10 @@ class Variant:
     def states(self) -> tuple[str, ...]:
         """Names of the tensor states, in order."""
         return tuple(dict.fromkeys(f.owner for f in self.fields if f.owner != "p"))
+
+    def is_plain(self, state: str) -> bool:
+        """Whether a state is kept as one tensor of floats: its own values, as they are."""
+        return all(f.name == state and f.torch_dtype.is_floating_point for f in self.fields if f.owner == state)
 
     @cached_property
     def keys(self) -> frozenset[str]:

@@ -16,8 +16,8 @@ import ctypes
 import functools
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, keys, native, options
+from optgen.runtime import control, cpu, keys, native, options
 from optgen.runtime.bucket import Bucket
 
 SOURCE = Path(__file__).resolve().parent / "cpp" / "replay.cpp"
+
+tunings = 0
+"""How often the settings of launches have changed."""
 
 PATIENCE = 64
 """Most steps that go by before the next attempt, where one differs from the next again and again."""
@@ -46,13 +49,22 @@ class Probe:
         self._dtype.restype, self._dtype.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
         self.compare = library.optgen_replay
         self.compare.restype = ctypes.c_int64
-        self.compare.argtypes = (*[ctypes.py_object] * 7, *[ctypes.c_void_p] * 4)
+        self.compare.argtypes = (*[ctypes.py_object] * 7, *[ctypes.c_void_p] * 5)
+        self._device = library.optgen_device
+        self._device.restype, self._device.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
+        self.moved = ctypes.c_int64()
+        self._moved = ctypes.byref(self.moved)
 
     def code(self, dtype: torch.dtype) -> int:
         """DLPack's number of a dtype; -1 where it has none."""
         if dtype not in self._codes:
             self._codes[dtype] = self._dtype(torch.empty(0, dtype=dtype, device="cpu"), self.reader)
         return self._codes[dtype]
+
+    def device(self, tensor: Tensor) -> int:
+        """DLPack's numbers of its device; -1 where it has none."""
+        found: int = self._device(tensor, self.reader)
+        return found
 
 
 @functools.cache
@@ -102,8 +114,8 @@ def _pointer() -> int | None:
 class Group:
     """A parameter group as the last step read it."""
 
-    def __init__(self, cls: Any, group: Mapping[str, Any]) -> None:
-        self.cls = cls
+    def __init__(self, cls: Any, group: Mapping[str, Any], counted: bool) -> None:
+        self.cls, self.counted, self.group = cls, counted, group
         self.keys = tuple(group)
         self.names = _copied(group.get("param_names"))
         self.plan, self.backend = _copied(group.get("plan")), group["backend"]
@@ -111,12 +123,17 @@ class Group:
         self._read(group)
 
     def _read(self, group: Mapping[str, Any]) -> None:
-        self.hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in self.cls.HYPERS}  # may raise
+        hypers = () if self.counted else self.cls.HYPERS  # counted on a device: read there (`on`)
+        self.hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in hypers}  # may raise
         self.values = tuple(group.values())
         self.sign = -1.0 if group["maximize"] else 1.0
         self.seed = group["seed"]
         # Numbers and text cannot change without being replaced; tensors, lists and dicts can.
-        self.fixed = all(map(_fixed, map(group.__getitem__, self.hypers))) and _fixed(self.plan)
+        self.fixed = all(_fixed(group[hyper.name]) for hyper in self.cls.HYPERS) and _fixed(self.plan)
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """The hyper-parameters for a step that is counted on that device."""
+        return {hyper.name: hyper.read_on(self.group[hyper.name], device) for hyper in self.cls.HYPERS}
 
     def holds(self, group: Mapping[str, Any]) -> bool:
         """Whether the group asks for the same kernels; its hyper-parameters are read again where they may differ.
@@ -126,6 +143,7 @@ class Group:
         if group.get("param_names") != self.names:
             return False
         now = group.values()
+        self.group = group
         if self.fixed and len(now) == len(self.values) and all(map(is_, now, self.values)):
             return tuple(group) == self.keys
         if (
@@ -149,35 +167,85 @@ def _fixed(value: object) -> bool:
     return all(part is None or type(part) in (float, int, str) for part in parts)
 
 
+Start = Callable[[Any, int], None]
+"""(scalars, step key): the kernels of a bucket, over the tensors of the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a bucket's step was made with.
+
+    table  rows of addresses of p, g and the fields
+    start  its kernels, where they have tables of their own, in which nothing may move; None: the bucket's, with `table`
+    room   where the scalars stand of a step that is counted on the device, else None
+    """
+
+    bucket: Bucket
+    table: cpu.Table
+    start: Start | None = None
+    room: control.Control | None = None
+
+
 class Part:
     """A bucket, without its tensors: `entries` is where its states stand among those of all buckets."""
 
-    def __init__(self, bucket: Bucket, table: cpu.Table, slot: int, entries: slice) -> None:
-        assert bucket.kernel is not None
-        self.group, self.variant, self.kernel, self.table = bucket.group, bucket.variant, bucket.kernel, table
-        self.params = bucket.params
+    def __init__(self, made: Made, table: cpu.Table, slot: int, entries: slice) -> None:
+        bucket = made.bucket
+        self.group, self.variant, self.table = bucket.group, bucket.variant, table
+        self.start, self.room, self.kernel = made.start, made.room, bucket.kernel
+        self.params, self.device = bucket.params, bucket.device
         self.slot, self.entries = slot, entries
         self.host, count = bucket.variant.host_for(True)
         self.scalars = (ctypes.c_float * count)()
         self.width = count
         self.names = ("step", *bucket.variant.host_names)
 
-    def numbers(self, group: Group, values: Sequence[Any]) -> tuple[int, list[Any]]:
-        """Fills in the scalars; (step key, the numbers that the states will hold)."""
+    def numbers(self, group: Group, values: Sequence[Any], scaler: control.Scaler | None) -> Count:
+        """Fills in the scalars; (step key, the numbers that the states will hold), or the step on the device."""
+        sign = group.sign
+        if self.room is not None:
+            host = values[self.slot + 1 : self.slot + len(self.names)]
+            counted = control.Step(values[self.slot], host, scaler.found if scaler else None)
+            counted.fill(
+                self.room, self.host, self.width, sign, scaler.scale if scaler else None,
+                group.on(self.device), self.names[1:], group.seed if self.variant.stochastic else None,
+            )  # fmt: skip
+            return counted
+        if scaler is not None:
+            sign = scaler.factor(sign)
         step = values[self.slot] + 1
         given = dict(zip(self.names[1:], values[self.slot + 1 :], strict=False))
-        made = self.host(step, group.sign, **group.hypers, **given)
+        made = self.host(step, sign, **group.hypers, **given)
         self.scalars[:] = list(made[: self.width])
         return keys.step_key(group.seed, step), [step, *made[self.width :]]
+
+    def run(self, count: Count) -> None:
+        key = count[0] if isinstance(count, tuple) else 0
+        if self.start is not None:
+            self.start(self.scalars if self.room is None else self.room, key)
+        else:
+            assert self.kernel is not None
+            cpu.call(self.kernel, self.table, self.scalars, key)
+        torch.autograd.graph.increment_version(self.params)
+
+
+Count = tuple[int, list[Any]] | control.Step
 
 
 class Replay:
     """What the last step found, to be compared with what the next one finds."""
 
-    def __init__(self, probe: Probe, cls: Any, groups: Sequence[Mapping[str, Any]], parts: list[Part]) -> None:
+    def __init__(
+        self, probe: Probe, cls: Any, groups: Sequence[Mapping[str, Any]], parts: list[Part], scaled: bool
+    ) -> None:
         self.probe = probe
-        self.groups = [Group(cls, group) for group in groups]
+        counted = {part.group for part in parts if part.room is not None}
+        self.groups = [Group(cls, group, number in counted) for number, group in enumerate(groups)]
         self.parts = parts
+        self.moves = all(part.start is None for part in parts)
+        self.on_host = any(part.room is None for part in parts)
+        self.scaled = scaled
+        self.around = _around(parts)
         self.script = array("q")
         self.numbers = array("q")
         self.values: list[Any] = []
@@ -185,12 +253,12 @@ class Replay:
         self.grads: list[Tensor | None] = []
         self.entries: list[dict[str, Any] | None] = []
 
-    def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> bool:
+    def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None) -> bool:
         """Make the step, if it is like the last one; False, and nothing has changed, if not.
 
         ValueError where a hyper-parameter is out of its range; nothing has changed then either.
         """
-        if len(groups) != len(self.groups):
+        if len(groups) != len(self.groups) or (scaler is not None) != self.scaled or _around(self.parts) != self.around:
             return False
         for known, group in zip(self.groups, groups, strict=True):
             if not known.holds(group):
@@ -201,14 +269,20 @@ class Replay:
             if probe.compare(
                 lists, state, grads, entries, "grad", "is_neg", None,
                 self.script.buffer_info()[0], self.numbers.buffer_info()[0],
-                probe.reader, probe.pointer,
+                probe.reader, probe.pointer, probe._moved,
             ):  # fmt: skip
                 return False
-            made = [part.numbers(self.groups[part.group], self.values) for part in self.parts]
-            for part, (key, values) in zip(self.parts, made, strict=True):
-                cpu.call(part.kernel, part.table, part.scalars, key)
-                torch.autograd.graph.increment_version(part.params)
-                self._finish(part, values)
+            if probe.moved.value and not self.moves:
+                return False
+            if scaler is not None and self.on_host and scaler.found_infinity():
+                return True
+            made = [part.numbers(self.groups[part.group], self.values, scaler) for part in self.parts]
+            for part, count in zip(self.parts, made, strict=True):
+                part.run(count)
+                if isinstance(count, tuple):
+                    self._finish(part, count[1])
+                else:
+                    count.finish()
         finally:
             grads[:] = self.blank
             entries[:] = self.blank
@@ -226,26 +300,31 @@ def record(
     cls: Any,
     groups: Sequence[dict[str, Any]],
     state: Mapping[Any, Any],
-    made: Sequence[tuple[Bucket, cpu.Table]],
+    made: Sequence[Made],
+    scaled: bool,
 ) -> Replay | None:
-    """The replay of a step that these buckets made; None where it has what the library does not compare."""
+    """The replay of a step that these buckets made; None where it has what the library does not compare.
+
+    scaled   whether there was a GradScaler
+    """
     library = probe()
     if library is None or any(type(group["params"]) is not list for group in groups):
         return None
     places: dict[int, tuple[int, int, int]] = {}  # id of the parameter: (bucket, position in it, address of its row)
     parts, slot, begin = [], 0, 0
-    for number, (bucket, table) in enumerate(made):
+    for number, one in enumerate(made):
+        bucket = one.bucket
         if bucket.written:
             return None
-        table = replace(table, rows=table.rows[:])  # the launcher knows the other one by the addresses in it
+        table = replace(one.table, rows=one.table.rows[:])  # the launcher knows the other one by the addresses in it
         row = table.address
         for i, p in enumerate(bucket.params):
             places[id(p)] = (number, i, row if p.numel() else 0)
             row += 8 * table.width if p.numel() else 0
-        parts.append(Part(bucket, table, slot, slice(begin, begin + len(bucket.params))))
+        parts.append(Part(one, table, slot, slice(begin, begin + len(bucket.params))))
         slot += len(parts[-1].names)
         begin += len(bucket.params)
-    kept = Replay(library, cls, groups, parts)
+    kept = Replay(library, cls, groups, parts, scaled)
     kept.blank = [None] * begin
     kept.grads, kept.entries = list(kept.blank), list(kept.blank)
     script: list[int] = [len(groups)]
@@ -256,7 +335,7 @@ def record(
             if place is None:
                 script += (id(p), -1)
             else:
-                script += (id(p), library.code(made[place[0]][0].grad_dtype), place[2], *_form(library, p))
+                script += (id(p), library.code(made[place[0]].bucket.grad_dtype), place[2], *_form(library, p))
     script.append(len(state))
     for p, entry in state.items():
         place = places.get(id(p))
@@ -275,7 +354,7 @@ def record(
                 script += (id(name), _TENSOR, id(value), columns[name], *_form(library, value))
             else:
                 script += (id(name), _OTHER)
-    for bucket, part in zip((bucket for bucket, _ in made), parts, strict=True):
+    for bucket, part in zip((one.bucket for one in made), parts, strict=True):
         first = bucket.states[0]
         if any(s[name] is not first[name] for s in bucket.states for name in part.names):
             return None
@@ -288,7 +367,12 @@ def record(
 
 
 def _form(library: Probe, tensor: Tensor) -> tuple[int, ...]:
-    return (library.code(tensor.dtype), tensor.ndim, *tensor.shape)
+    return (library.device(tensor), library.code(tensor.dtype), tensor.ndim, *tensor.shape)
+
+
+def _around(parts: Sequence[Part]) -> tuple[int, ...]:
+    """What else launches depend on: how they are tuned, and the streams that they are put into."""
+    return (tunings, *(torch.cuda.current_stream(p.device).cuda_stream for p in parts if p.device.type == "cuda"))
 
 
 class Keeper:
@@ -299,24 +383,27 @@ class Keeper:
         self._wait = 0
         self._left = 0
 
-    def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any]) -> bool:
-        """As `Replay.again`; what did not fit is forgotten."""
-        if self.last is None:
+    def again(
+        self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None = None
+    ) -> bool:
+        """As `Replay.again`; what did not fit is forgotten.  Not while a CUDA graph takes the step up: it has tables of
+        its own."""
+        if self.last is None or control.capturing():
             return False
-        if self.last.again(groups, state):
+        if self.last.again(groups, state, scaler):
             self._wait = self._left = 0
             return True
         self.last = None
         return False
 
     def keep(
-        self, cls: Any, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any], made: Sequence[tuple[Bucket, Any]]
+        self, cls: Any, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any], made: Sequence[Made], scaled: bool
     ) -> None:
-        """After a step the long way: `made` are its buckets and their tables."""
+        """After a step the long way: `made` are its buckets with what they were made with."""
         if self._left > 0:
             self._left -= 1
             return
-        if any(bucket.backend != "cpp" for bucket, _ in made) or not made:
+        if not made or control.capturing():
             return
-        self.last = record(cls, groups, state, made)
+        self.last = record(cls, groups, state, made, scaled)
         self._left, self._wait = self._wait, min(2 * self._wait + 1, PATIENCE)

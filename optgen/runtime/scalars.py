@@ -1,47 +1,116 @@
-"""Arithmetic of host scalars with IEEE answers where Python would raise."""
+"""Arithmetic of host scalars: IEEE answers where Python would raise; of tensors where a step is counted on a device.
+
+Every function takes Python floats, and gives one; or, where any argument is a 0-dim fp64 tensor, a 0-dim fp64 tensor
+on its device, without looking at its value.  So the printed host functions are the one formula of both.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+"""A number of the host, or a 0-dim fp64 tensor of one."""
+
+Truth = bool | Tensor
+"""The same of a condition: a 0-dim bool tensor."""
 
 
-def divide(a: float, b: float) -> float:
+def _like(x: Scalar, other: Tensor) -> Tensor:
+    """x as an fp64 tensor beside another."""
+    return x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=other.device)
+
+
+def choose(condition: Truth, then: Scalar, other: Scalar) -> Scalar:
+    """`then` where the condition holds, else `other`."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, _like(then, condition), _like(other, condition))
+    return then if condition else other
+
+
+def larger(a: Scalar, b: Scalar) -> Scalar:
+    """b where b > a, else a: Python's max, with its answer where one of them is NaN."""
+    return choose(b > a, b, a)
+
+
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    """b where b < a, else a: Python's min, likewise."""
+    return choose(b < a, b, a)
+
+
+def both(a: Truth, b: Truth) -> Truth:
+    return torch.logical_and(*_truths(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else a and b
+
+
+def either(a: Truth, b: Truth) -> Truth:
+    return torch.logical_or(*_truths(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else a or b
+
+
+def negated(a: Truth) -> Truth:
+    return torch.logical_not(a) if isinstance(a, Tensor) else not a
+
+
+def _truths(*given: Truth) -> list[Tensor]:
+    device = next(x.device for x in given if isinstance(x, Tensor))
+    return [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.bool, device=device) for x in given]
+
+
+def divide(a: Scalar, b: Scalar) -> Scalar:
     """a / b; x / 0 is an infinity and 0 / 0 is NaN."""
+    if isinstance(a, Tensor):
+        return a / _like(b, a)
+    if isinstance(b, Tensor):
+        return _like(a, b) / b
     try:
         return a / b
     except ZeroDivisionError:
         return math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
-def root(x: float) -> float:
+def root(x: Scalar) -> Scalar:
     """The square root; NaN below 0."""
+    if isinstance(x, Tensor):
+        return x.sqrt()
     return math.sqrt(x) if x >= 0 else math.nan
 
 
-def power(base: float, exponent: float) -> float:
+def power(base: Scalar, exponent: Scalar) -> Scalar:
     """base ** exponent; overflow is an infinity, 0 to a negative power too, and what would be complex is NaN."""
+    if isinstance(base, Tensor) or isinstance(exponent, Tensor):
+        made: Tensor = (base + 0.0) ** exponent  # -0.0 as 0.0, so that a negative power of it is +Inf
+        return made
+    out: Any
     try:
         out = base**exponent
     except OverflowError:
         return math.inf
     except ZeroDivisionError:
         return math.inf
-    return math.nan if isinstance(out, complex) else out
+    return math.nan if isinstance(out, complex) else float(out)
 
 
-def exp(x: float) -> float:
+def exp(x: Scalar) -> Scalar:
     """e ** x; overflow is an infinity."""
+    if isinstance(x, Tensor):
+        return x.exp()
     try:
         return math.exp(x)
     except OverflowError:
         return math.inf
 
 
-def log(x: float) -> float:
+def log(x: Scalar) -> Scalar:
     """The natural logarithm; -Inf at 0, NaN below."""
+    if isinstance(x, Tensor):
+        return x.log()
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
-def floor(x: float) -> float:
+def floor(x: Scalar) -> Scalar:
     """The integer at or below x, as a float; infinities and NaN stay."""
+    if isinstance(x, Tensor):
+        return x.floor() + 0.0  # no negative zero, as of an int
     return float(math.floor(x)) if math.isfinite(x) else x

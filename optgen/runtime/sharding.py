@@ -366,7 +366,9 @@ Mode = Literal["local", "gathered"]
 def mode(variant: Variant, of: Layout) -> Mode:
     """How a parameter is stepped: in parts, or (vectors whose parts cut storage blocks) by every rank as a whole, with
     states that all ranks have.  ValueError, saying what to do, where neither can be."""
-    blocks = frozenset({f.per for f in variant.fields if f.per > 1} | {s.block for s in variant.stages if s.block > 1})
+    blocks = frozenset(
+        {(f.per, f.width) for f in variant.fields if f.per > 1} | {(s.block, 1) for s in variant.stages if s.block > 1}
+    )
     stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
     return _mode(of.shape, of.mesh_shape, of.cuts, blocks, variant.stochastic, stacked, first)
@@ -377,7 +379,7 @@ def _mode(
     shape: torch.Size,
     mesh: tuple[int, ...],
     cuts: Cuts,
-    blocks: frozenset[int],
+    blocks: frozenset[tuple[int, int]],
     counted: bool,
     stacked: bool,
     first: bool,
@@ -410,14 +412,16 @@ def _mode(
         if len(shape) < 2 and not here:
             continue
         left, right = here[0] if len(shape) < 2 else (here[1][0] * behind, here[1][1] * behind)
-        for block in blocks:
+        for block, width in blocks:
             whole = left == right or (left % block == 0 and (right % block == 0 or right == columns))
             if whole:
                 # DTensor cuts the blocks' own tensor by itself: it has to come to the same parts.
-                own = (1, -(-columns // block)) if len(shape) < 2 else (rows, -(-columns // block))
+                own = (1 if len(shape) < 2 else rows, -(-columns // block) * width)
                 moved = tuple(None if c is None else (1 if len(shape) < 2 else min(c[0], 1), c[1]) for c in cuts)
                 found = region(torch.Size(own), mesh, coordinate, moved)[1]
-                whole = found == (left // block, -(-right // block)) or (left == right and found[0] == found[1])
+                whole = found == (left // block * width, -(-right // block) * width) or (
+                    left == right and found[0] == found[1]
+                )
             if not whole and len(shape) < 2:
                 return "gathered"
             if not whole:

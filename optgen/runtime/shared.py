@@ -16,12 +16,15 @@ from torch import Tensor
 
 from optgen.runtime import cpu, launch, sharding, state, sums
 from optgen.runtime.bucket import Bucket, reference_calls
+from optgen.runtime.control import Control
 from optgen.runtime.records import Variant
 from optgen.runtime.staged import Runner
 
 
-def runner(bucket: Bucket, tables: Any, scalars: Sequence[float], step_key: int) -> Runner:
+def runner(bucket: Bucket, tables: Any, scalars: Sequence[float] | Control, step_key: int) -> Runner:
     """The step of a bucket, in parts."""
+    if isinstance(scalars, Control):
+        return launch.runner(bucket, tables, scalars, step_key)
     if tables is None:
         return reference_runner(bucket, scalars, step_key)
     if tables.table is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from optgen.runtime import layout, matrices, sharding
 from optgen.runtime.bucket import Bucket
+from optgen.runtime.control import Control
 from optgen.runtime.records import Stage, Variant
 from optgen.runtime.workspace import Workspace, entries
 
@@ -92,7 +93,9 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ..
     return tuple(out)
 
 
-def drive(bucket: Bucket, room: Workspace, scalars: Sequence[float], kernels: Callable[[int, int], None]) -> Runner:
+def drive(
+    bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, kernels: Callable[[int, int], None]
+) -> Runner:
     """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors."""
     variant = bucket.variant
     position = {t.name: k for k, t in enumerate(variant.temps)}
@@ -153,15 +156,16 @@ def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[s
 
 
 def _call(
-    bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float]
+    bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control
 ) -> Generator[sharding.Exchange, Tensor | None, None]:
     """A function of whole matrices of every tensor, in place.
 
     Of a tensor that lies over several ranks each computes it for the whole tensor, and keeps its part.
     """
+    numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
     function: Callable[..., Tensor] = getattr(matrices, stage.kernel)
     names = bucket.variant.scalars if bucket.variant.kernel_scalars is None else bucket.variant.kernel_scalars
-    given = [scalars[names.index(x)] if isinstance(x, str) else x for x in stage.given]
+    given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
     own, parted = [], []
     for i, at in _with_elements(bucket, room.offsets[temp]):
         p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None

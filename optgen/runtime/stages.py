@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout, sums, workspace
+from optgen.runtime import control, layout, sums, workspace
 from optgen.runtime.bucket import Bucket
 from optgen.runtime.records import Stage, Temp, Variant
 
@@ -132,6 +132,28 @@ def build(
     made = Plan(shapes, streams, places, own, room, maker.dense, table)
     maker.make(made)
     return made
+
+
+def lines(
+    plan: Plan, now: tuple[list[torch.Size], list[int], list[list[int]], Places], rows: Rows
+) -> list[list[int]] | None:
+    """The table of a plan for tensors that lie elsewhere; None where its launches are not theirs."""
+    every, streams, columns, places = now
+    places = places or [layout.place(shape) for shape in every]
+    live = [i for i, place in enumerate(places) if place.numel]
+    columns = [[column[i] for i in live] for column in columns]
+    own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
+    if own != plan.own:
+        return None
+    of_live = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
+    made = rows(columns, plan.room, *of_live)
+    return [line + more for line, more in zip(made, plan.dense, strict=True)]
+
+
+def moved(plan: Plan, table: Tensor) -> Plan:
+    """A plan with another table of addresses."""
+    calls = [replace(x, tables=[table if t is plan.table else t for t in x.tables]) for x in plan.calls]
+    return replace(plan, table=table, calls=calls)
 
 
 def _table(lines: list[list[int]], dense: list[list[int]], device: torch.device) -> Tensor:
@@ -385,7 +407,7 @@ def run(
     plan: Plan,
     kernels: ModuleType,
     grad: Any,
-    scalars: Sequence[float],
+    scalars: Sequence[float] | control.Control,
     step_key: int,
     told: Callable[[str], dict[str, int]],
     begin: int = 0,
@@ -400,13 +422,15 @@ def run(
     for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
         own = isinstance(call.kernel, str)
         kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
-        arguments = [scalars[k] for k in call.scalars]
         constants = call.constants | {"GRAD": grad} if "GRAD" in call.constants else call.constants
-        kernel[(call.programs,)](
-            *call.tables,
-            *arguments,
-            *([step_key] if call.key else []),
-            **constants,
+        control.start(
+            kernel,
+            call.programs,
+            (call.tables[0], call.tables[1]),
+            scalars,
+            call.scalars,
+            step_key if call.key else None,
+            constants,
             num_warps=call.warps,
             enable_fp_fusion=False,
             **(told(call.kernel) if own and _is_common(call) else {}),

@@ -10,11 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout
+from optgen.runtime import layout, low_bits
 from optgen.runtime.arena import Arena, nbytes
 from optgen.runtime.records import Field, Variant, as_float, dtype_name
 
 State = dict[str, Any]
+
+
+_HOME = "_optgen_home"
+
+
+def settle(p: Tensor, device: torch.device | None) -> None:
+    """From now on the states of p are on that device; None: on that of p."""
+    if device is not None:
+        setattr(p, _HOME, device)
+    elif hasattr(p, _HOME):
+        delattr(p, _HOME)
+
+
+def home(p: Tensor) -> torch.device:
+    """Where the states of p are: with it, unless they were settled elsewhere."""
+    found: torch.device = getattr(p, _HOME, p.device)
+    return found
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
@@ -33,11 +50,13 @@ def create(
     present: Mapping[str, Any],
     arena: Arena | None = None,
     hypers: Mapping[str, Any] | None = None,
+    rounded: list[tuple[Tensor, Tensor]] | None = None,
 ) -> State:
     """A state before the first step; what `present` already holds stays as it is.
 
     Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
     Fields on the CPU are laid into the arena, where one is given.
+    rounded   gets (p, what p has to hold) where the weight has low bits kept for it; the caller writes it
     """
     state: State = dict(present)
     state["step"] = 0
@@ -47,7 +66,13 @@ def create(
     made = {f.name: zeros(f, p, arena) for f in missing}
     encoded = [f.name for f in missing if f.owner == "p" or f.owner in variant.init]
     if encoded:
-        layout.encode(plan, variant, p, first_values(variant, p, hypers or {}), encoded, made)
+        own = {f.name for f in variant.fields if f.owner == "p"}
+        exact = low_bits.exact(p) if rounded is not None and own.isdisjoint(state) else None
+        values = first_values(variant, p if exact is None else exact, hypers or {})
+        if exact is None or rounded is None:
+            layout.encode(plan, variant, p, values, encoded, made)
+        else:
+            rounded.append((p, layout.encode(plan, variant, p, values, [*encoded, "p"], made, exact)["p"]))
     return state | made
 
 
@@ -72,10 +97,10 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
 def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
     """The field's tensor in which every entry decodes to 0."""
     shape = layout.field_shape(field, p.shape)
-    if arena is not None and p.device.type == "cpu":
+    if arena is not None and home(p).type == "cpu":
         made = arena.zeros(shape, field.torch_dtype)
         return made.fill_(field.zero) if field.zero else made
-    return torch.full(shape, field.zero, dtype=field.torch_dtype, device=p.device)
+    return torch.full(shape, field.zero, dtype=field.torch_dtype, device=home(p))
 
 
 def step_count(value: object) -> int | None:
@@ -95,8 +120,8 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
             yield f"{f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}")
         elif describe(value.dtype, tuple(value.shape)) != want:
             yield f"{f.name}: expected {want}, got {describe(value.dtype, tuple(value.shape))}"
-        elif value.device != p.device:
-            yield f"{f.name}: expected on {p.device}, got it on {value.device}"
+        elif value.device != home(p):
+            yield f"{f.name}: expected on {home(p)}, got it on {value.device}"
         elif not value.is_contiguous():
             yield f"{f.name}: expected a contiguous tensor, got strides {value.stride()}"
 
@@ -104,8 +129,15 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any]) -> Iterator[
 def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int) -> None:
     """RuntimeError where the state does not belong to (variant, p)."""
     found = list(problems(variant, p, state))
-    if found:
+    if not found:
+        return
+    where = {str(t.device) for f in variant.fields if isinstance(t := state.get(f.name), Tensor)}
+    if where and str(p.device) not in where:
         raise RuntimeError(
-            f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
-            f"flag?): {'; '.join(found)}"
+            f"{label(p, name)} was moved to {p.device} after its states were made on {', '.join(sorted(where))}: "
+            f"opt.load_state_dict(opt.state_dict()) brings them there"
         )
+    raise RuntimeError(
+        f"the optimizer state of {label(p, name)} does not fit it (was it made under another plan, dtype or "
+        f"flag?): {'; '.join(found)}"
+    )

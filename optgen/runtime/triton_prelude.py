@@ -45,6 +45,30 @@ def put(pointer, at, value, live, MASKED: tl.constexpr):
 
 
 @triton.jit
+def unpacked(words, BITS: tl.constexpr):
+    """Words of eight codes, (..., n), as codes (..., 8 n): the first one is in the lowest bits."""
+    codes = tl.expand_dims(words.to(tl.int32), len(words.shape)) >> (tl.arange(0, 8) * BITS) & (2**BITS - 1)
+    if len(words.shape) == 2:
+        out = tl.reshape(codes, [words.shape[0], words.shape[1] * 8])
+    else:
+        out = tl.reshape(codes, [words.shape[0], words.shape[1], words.shape[2] * 8])
+    return out
+
+
+@triton.jit
+def packed(codes, live, MASKED: tl.constexpr, BITS: tl.constexpr):
+    """Codes (..., 8 n) as words of eight, (..., n); 0 in lanes that are not live."""
+    codes = codes.to(tl.int32)
+    if MASKED:
+        codes = tl.where(live, codes, 0)
+    if len(codes.shape) == 2:
+        eights = tl.reshape(codes, [codes.shape[0], codes.shape[1] // 8, 8])
+    else:
+        eights = tl.reshape(codes, [codes.shape[0], codes.shape[1], codes.shape[2] // 8, 8])
+    return tl.sum(eights << (tl.arange(0, 8) * BITS), len(eights.shape) - 1)
+
+
+@triton.jit
 def block_max(x, live, MASKED: tl.constexpr, KEEP: tl.constexpr = False):
     """The largest int32 along the last dimension, KEEP: kept with size 1; lanes that are not live do not count."""
     if MASKED:

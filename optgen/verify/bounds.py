@@ -84,7 +84,7 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
     if isinstance(fmt, Blocked):
         return _blocked_bound(fmt)
     if isinstance(fmt, LogMinMax):
-        return _log_bound(fmt, fmt.UNITS if units is None else units)
+        return _log_bound(fmt, fmt.most if units is None else units)
     raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
 
 
@@ -172,9 +172,16 @@ def _blocked_formula(fmt: Blocked) -> Any:
     return sympy.simplify(g.subs(y, 1) - g.subs(y, 1 - cell))
 
 
-def cells_per_unit(units: int) -> int:
+def cells_per_unit(fmt: LogMinMax, units: int) -> int:
     """What LogMinMax cuts a unit into when a block spans `units` of them."""
-    return min(255, 256 // units)
+    return min(255, (1 << fmt.bits) // units)
+
+
+def margin(fmt: LogMinMax, units: int) -> float:
+    """What LogMinMax keeps free, at most, at both ends of a block that spans `units` of its units; in units."""
+    if not stochastic(fmt):
+        return 0.0
+    return 1 / 8 if fmt.bits == 8 else 0.5 / cells_per_unit(fmt, min(units + 2, fmt.most)) + 2.0**-20
 
 
 def lowest_reading(fmt: LogMinMax, units: int) -> int:
@@ -183,7 +190,7 @@ def lowest_reading(fmt: LogMinMax, units: int) -> int:
     To nearest that is the middle of the first cell, stochastically of the second: what is below is raised to half a
     cell above the start or a little more, and noise adds up to a cell.  A cell is off by half a pattern, or by one.
     """
-    cell = (1 << fmt.unit) // cells_per_unit(units)
+    cell = (1 << fmt.unit) // cells_per_unit(fmt, units)
     return (cell + (cell >> 1) if stochastic(fmt) else cell >> 1) + 2
 
 
@@ -194,9 +201,9 @@ def log_span(fmt: LogMinMax, units: int) -> tuple[float, float]:
     A pattern counts octaves to within BEND.  A span of s units lies in floor(s + two margins) + 2 of them at most,
     however it falls on their ends, and the last one ends at most a unit and a margin above the maximum.
     """
-    octaves, margin = (0.5 if fmt.of == "sqrt" else 1.0), (1 / 8 if stochastic(fmt) else 0.0)
-    span = (units - 1 - 2 * margin) * octaves - BEND
-    below = (units - 1 - margin) * octaves - lowest_reading(fmt, units) / 2**23 - BEND
+    octaves, free = (0.5 if fmt.of == "sqrt" else 1.0), margin(fmt, units)
+    span = (units - 1 - 2 * free) * octaves - BEND
+    below = (units - 1 - free) * octaves - lowest_reading(fmt, units) / 2**23 - BEND
     return math.floor(10 * span) / 10, math.floor(10 * below) / 10
 
 
@@ -208,12 +215,13 @@ def _least(fmt: LogMinMax) -> str:
 
 
 def _log_bound(fmt: LogMinMax, units: int) -> Bound:
-    k = cells_per_unit(units)
+    k = cells_per_unit(fmt, units)
     octaves = 0.5 if fmt.of == "sqrt" else 1.0
     cell = octaves / k  # of a mantissa in [1, 2)
     # To nearest: from the left end of a binade's first cell to its middle.  Stochastically: from the middle of
-    # that cell to the middle of the next.
-    value = cell / (1 + cell / 2) if stochastic(fmt) else cell / 2
+    # that cell to the middle of the next; where a cell is half a binade, from the middle of the last cell to that of
+    # the next binade's first, twice as wide, is further.
+    value = max(cell / (1 + cell / 2), 1.5 * cell / (2 - cell / 2)) if stochastic(fmt) else cell / 2
     # The cell is a whole number of bit patterns, off by up to half a pattern per code.
     slack = 256 * 0.5 * 2.0**-23 * (2 if fmt.of == "value" else 1) + 4 * ROUNDOFF
     what = "root" if fmt.of == "sqrt" else "value"
@@ -227,7 +235,7 @@ def _log_bound(fmt: LogMinMax, units: int) -> Bound:
         import sympy
 
         d = sympy.Rational(1, 2 * k if fmt.of == "sqrt" else k)
-        return sympy.simplify(d / (1 + d / 2)) if stochastic(fmt) else d / 2
+        return sympy.Max(d / (1 + d / 2), 3 * d / (4 - d)) if stochastic(fmt) else d / 2
 
     return Bound(value, what, valid, slack, formula)
 

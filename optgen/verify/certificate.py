@@ -16,6 +16,7 @@ from optgen.formats.blocked import Blocked
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Noise
 from optgen.formats.logminmax import LogMinMax
+from optgen.verify import bounds
 from optgen.verify.bounds import Bound, one_step_bound
 
 ONE = 0x3F800000  # the pattern of 1.0
@@ -48,9 +49,11 @@ def certify(fmt: Format, units: int | None = None) -> Certificate:
             lines.append(_Line(fmt, 0, ONE, (1.0,), relative=False, sign=-1.0))
         return _worst(lines, fmt, one_step_bound(fmt))
     if isinstance(fmt, LogMinMax):
-        span = fmt.UNITS if units is None else units
+        span = fmt.most if units is None else units
         # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
-        margin = 1 << (fmt.unit - 2) if fmt.noise_bits else 0
+        margin = 0
+        if fmt.noise_bits:
+            margin = 1 << (fmt.unit - 2) if fmt.bits == 8 else int(bounds.margin(fmt, span) * 2**fmt.unit) + (1 << 8)
         low = ONE - ((span // 2) << fmt.unit) + margin
         high = ONE - ((span // 2) << fmt.unit) + (span << fmt.unit) - max(margin, 1 << 8)
         ends = (_kept(fmt, low), _kept(fmt, high))
@@ -109,7 +112,7 @@ class _Line:
         root = torch.ones(()) if self.format.relative else None
         parts = self.format.encode(block, noise=noise, root=root)
         kept = self.format.decode_root(parts) if self.rooted else self.format.decode(parts, root=root)
-        codes = parts[""][:, 0, at]
+        codes = self.format.code(parts).expand(block.shape)[:, 0, at]
         if codes.dtype in (torch.bfloat16, torch.float16):
             codes = codes.view(torch.int16)
         return codes.int() * int(self.sign), kept[:, 0, at].double()

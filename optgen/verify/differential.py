@@ -407,9 +407,8 @@ def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
         return x
     value = x.reader.sqrt(x) if fmt.of == "sqrt" else x
     blocks = _Blocks(x.shape, fmt.block)
-    margin = 1 << (fmt.unit - 3) if fmt.noise_bits else 0
 
-    def unit_of(t: Tensor, offset: int) -> Tensor:
+    def unit_of(t: Tensor, offset: Tensor | int) -> Tensor:
         """The unit in which an fp32 lies, as the encoder counts them."""
         pattern = t.float().clamp(min=0).view(torch.int32).long().clamp(fmt.lowest, fmt.highest)
         return (pattern + offset) >> fmt.unit
@@ -417,12 +416,17 @@ def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
     lost = blocks.largest(value.magnitude()).isnan() | blocks.largest(value.magnitude()).isinf()
     lo, hi = torch.where(lost, 1.0, value.lo), torch.where(lost, 1.0, value.hi)
     down, up = torch.nextafter(lo.float(), torch.tensor(0.0)), torch.nextafter(hi.float(), torch.tensor(math.inf))
+    counts = range(1, fmt.most + 1)
+    # The margin of the widest block there may be; that of a narrower one is smaller, down to none.
+    spanned = unit_of(blocks.largest(up), 0) + 1 - unit_of(blocks.smallest(down), 0)
+    margins = _table([bounds.margin(fmt, k) * 2**fmt.unit for k in counts])
+    margin = margins[spanned.clamp(max=fmt.most)].ceil().long()
+    least = margin if fmt.bits == 8 else 0
     above = unit_of(blocks.largest(up), margin) + 1
-    units = (above - unit_of(blocks.smallest(down), -margin)).clamp(1, fmt.UNITS)
-    counts = range(1, fmt.UNITS + 1)
+    units = (above - unit_of(blocks.smallest(down), -margin)).clamp(1, fmt.most)
     relative = _table([_total(bounds.one_step_bound(fmt, k), x.model) for k in counts])[units]
     # The pattern at which the codes of the block start at the highest; what lies below is raised.
-    start = torch.maximum(unit_of(blocks.smallest(up), -margin), above - fmt.UNITS).clamp(min=fmt.lowest >> fmt.unit)
+    start = torch.maximum(unit_of(blocks.smallest(up), -least), above - fmt.most).clamp(min=fmt.lowest >> fmt.unit)
     start = start << fmt.unit
     raised = start + _table([bounds.lowest_reading(fmt, k) for k in counts])[units].long()
     low = torch.minimum(lo, _of_pattern(torch.tensor(fmt.highest))) * (1 - relative)

@@ -228,7 +228,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
         count = sum((1 - decay) * m <= 0.5 for m in range(first, 2 * first))
         return count, float(count > 0), "value"
     if isinstance(fmt, LogMinMax):
-        return 256, 1.0, "value"  # unsigned: never a signed average's format
+        return 1 << fmt.bits, 1.0, "value"  # unsigned: never a signed average's format
     return _measured_stuck_set(fmt, decay)
 
 
@@ -254,7 +254,7 @@ def relative_cell(fmt: Format) -> float:
     if isinstance(fmt, Float):
         return 2.0 ** -{"f32": 23, "bf16": 7, "f16": 10}[fmt.dtype.name]
     if isinstance(fmt, LogMinMax):
-        cell = (0.5 if fmt.of == "sqrt" else 1.0) / bounds.cells_per_unit(fmt.UNITS)
+        cell = (0.5 if fmt.of == "sqrt" else 1.0) / bounds.cells_per_unit(fmt, fmt.most)
         return float((1 + cell) ** 2 - 1 if fmt.of == "sqrt" else cell)
     if isinstance(fmt, Blocked):
         g = fmt.compander.inverse

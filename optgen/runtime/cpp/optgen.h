@@ -62,6 +62,29 @@ inline I smaller(I least, I x, int i, int end) {
 inline I largest(const I *rows) { return across(rows, Larger()); }
 inline I smallest(const I *rows) { return across(rows, Smaller()); }
 
+// -- codes of fewer than 8 bits: a byte holds those of neighbours, the first one in its lowest bits
+
+template <int BITS> inline void unpack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
+    constexpr int n = 8 / BITS;
+    for (int j = 0; j < count / n; j++)
+        for (int k = 0; k < n; k++)
+            to[j * n + k] = (uint8_t)(from[j] >> (k * BITS) & ((1 << BITS) - 1));
+}
+template <int BITS> inline void pack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
+    constexpr int n = 8 / BITS;
+    for (int j = 0; j < count / n; j++) {
+        int byte = 0;
+        for (int k = 0; k < n; k++)
+            byte |= from[j * n + k] << (k * BITS);
+        to[j] = (uint8_t)byte;
+    }
+}
+// What lies behind the end of a row is written as 0.
+template <int BLOCK> inline void no_codes(uint8_t *codes, int blocks, const int *live) {
+    for (int b = 0; live && b < blocks; b++)
+        memset(codes + b * BLOCK + live[b], 0, (size_t)(BLOCK - live[b]));
+}
+
 // -- gradients: the element type behind the pointer; a kernel reads them as F
 
 struct float32 {
@@ -79,9 +102,12 @@ struct float16 {
 
 // -- the walk
 
+// What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
+enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH };
+
 struct Column {
-    int bytes;     // per entry
-    bool block;    // one entry for a block, else one for an element
+    int bytes;  // per entry
+    Kind kind;
     bool written;
 };
 
@@ -99,6 +125,11 @@ struct Tensor {
 };
 
 template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
+
+// Where a column's entries of a block begin: by blocks, elements or packed eights.
+inline int64_t place_of(Kind kind, int64_t block, int64_t element, int64_t eighth) {
+    return kind == BLOCK_OF ? block : kind == EIGHTH ? eighth : element;
+}
 
 // A flat tensor is one long row.
 template <class Kernel> Tensor read_row(const int64_t *row) {
@@ -131,11 +162,12 @@ template <class Kernel> inline int64_t number_of(const Tensor &t, int64_t block)
 template <class Kernel>
 void staged(const Tensor &t, int64_t first, int count, int shift, const float *scalars, int32_t step_key) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
-    int64_t start[most];
+    int64_t start[most], eights[most];
     int live[most];
     for (int b = 0; b < count; b++) {
         const int64_t row = (first + b) / t.blocks_per_row, lane = (first + b) % t.blocks_per_row * block;
         start[b] = row * t.columns + lane;
+        eights[b] = row * ((t.columns + 7) / 8) + lane / 8;
         live[b] = (int)(t.columns - lane < block ? t.columns - lane : block);
     }
     alignas(64) static thread_local char room[n][Kernel::TILE * 4];
@@ -144,15 +176,18 @@ void staged(const Tensor &t, int64_t first, int count, int shift, const float *s
         const Column column = Kernel::COLUMNS[c];
         const char *from = (const char *)t.at[c];
         at[c] = room[c];
-        if (column.block) {
+        if (column.kind == BLOCK_OF) {
             memcpy(room[c], from + first * column.bytes, (size_t)count * column.bytes);
             continue;
         }
-        memset(room[c], 0, (size_t)shift * block * column.bytes);
+        const bool packed = column.kind == EIGHTH;
+        const int size = packed ? block / 8 : block;
+        memset(room[c], 0, (size_t)shift * size * column.bytes);
         for (int b = 0; b < count; b++) {
-            char *to = room[c] + (size_t)(shift + b) * block * column.bytes;
-            memcpy(to, from + start[b] * column.bytes, (size_t)live[b] * column.bytes);
-            memset(to + (size_t)live[b] * column.bytes, 0, (size_t)(block - live[b]) * column.bytes);
+            char *to = room[c] + (size_t)(shift + b) * size * column.bytes;
+            const int n = packed ? (live[b] + 7) / 8 : live[b];
+            memcpy(to, from + (packed ? eights : start)[b] * column.bytes, (size_t)n * column.bytes);
+            memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
         }
     }
     Kernel::tile(at, shift + count, live, (int32_t)(number_of<Kernel>(t, first) - shift), scalars, step_key, t.stream_key);
@@ -161,13 +196,15 @@ void staged(const Tensor &t, int64_t first, int count, int shift, const float *s
         if (!column.written)
             continue;
         char *to = (char *)t.at[c];
-        if (column.block) {
+        if (column.kind == BLOCK_OF) {
             memcpy(to + first * column.bytes, room[c], (size_t)count * column.bytes);
             continue;
         }
+        const bool packed = column.kind == EIGHTH;
+        const int size = packed ? block / 8 : block;
         for (int b = 0; b < count; b++)
-            memcpy(to + start[b] * column.bytes, room[c] + (size_t)(shift + b) * block * column.bytes,
-                   (size_t)live[b] * column.bytes);
+            memcpy(to + (packed ? eights : start)[b] * column.bytes, room[c] + (size_t)(shift + b) * size * column.bytes,
+                   (size_t)(packed ? (live[b] + 7) / 8 : live[b]) * column.bytes);
     }
 }
 
@@ -177,11 +214,13 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
     const bool flat = t.columns == t.numel;
     const int64_t end = first + count;
     while (first < end) {
-        int64_t left = end - first, lane = first, start = first * block, whole_end = t.numel;
+        int64_t left = end - first, lane = first, start = first * block, packed = first * (block / 8);
+        int64_t whole_end = t.numel;
         if (t.apart) {  // tiles of one row each
             lane = first % t.blocks_per_row;
             left = left < t.blocks_per_row - lane ? left : t.blocks_per_row - lane;
             start = first / t.blocks_per_row * t.columns + lane * block;
+            packed = first / t.blocks_per_row * ((t.columns + 7) / 8) + lane * (block / 8);
             whole_end = t.columns;
         }
         const int64_t number = number_of<Kernel>(t, first);
@@ -201,7 +240,7 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
         if (whole) {
             char *at[n];
             for (int c = 0; c < n; c++)
-                at[c] = (char *)t.at[c] + (Kernel::COLUMNS[c].block ? first : start) * Kernel::COLUMNS[c].bytes;
+                at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
             Kernel::tile(at, now, nullptr, (int32_t)number, scalars, step_key, t.stream_key);
         } else {
             staged<Kernel>(t, first, now, shift, scalars, step_key);
@@ -243,13 +282,13 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
 }
 
 // What a kernel takes, for the host to compare with its tables: scalars, elements per block, columns, and of each
-// column the bytes per entry and whether it is one for a block.
+// column the bytes per entry and of what it is one.
 template <class Kernel> const int32_t *layout() {
     constexpr int n = width<Kernel>();
     static int32_t out[3 + 2 * n] = {Kernel::SCALARS, Kernel::BLOCK, n};
     for (int c = 0; c < n; c++) {
         out[3 + 2 * c] = Kernel::COLUMNS[c].bytes;
-        out[4 + 2 * c] = Kernel::COLUMNS[c].block;
+        out[4 + 2 * c] = Kernel::COLUMNS[c].kind;
     }
     return out;
 }

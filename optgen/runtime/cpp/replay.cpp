@@ -33,29 +33,29 @@ struct DLTensor {
 typedef int (*Reader)(void *object, DLTensor *out);
 typedef void *(*Pointer)(PyObject *object);
 
-constexpr int32_t CPU = 1;
-
 inline int64_t dtype_of(const DLTensor &t) { return t.code | t.bits << 8 | (int64_t)t.lanes << 16; }
 inline int64_t address(const DLTensor &t) { return (int64_t)t.data + (int64_t)t.byte_offset; }
 
-// What a tensor is to be: [dtype, dimensions, size of each], within a script.
+inline int64_t device_of(const DLTensor &t) { return t.device_type | (int64_t)t.device_id << 32; }
+
+// What a tensor is to be: [device, dtype, dimensions, size of each], within a script.
 struct Form {
-    int64_t dtype, ndim;
+    int64_t device, dtype, ndim;
     const int64_t *shape;
 };
 inline Form form(const int64_t *&at) {
-    Form f = {at[0], at[1], at + 2};
-    at += 2 + f.ndim;
+    Form f = {at[0], at[1], at[2], at + 3};
+    at += 3 + f.ndim;
     return f;
 }
 
-// Whether `object` is a contiguous CPU tensor of that form.  Empty ones are always contiguous.
+// Whether `object` is a contiguous tensor of that form.  Empty ones are always contiguous.
 inline bool fits(PyObject *object, const Form &form, int64_t dtype, Reader reader, DLTensor *t, int64_t *numel) {
     if (reader(object, t)) {
         PyErr_Clear();  // no tensor, or one without memory of its own
         return false;
     }
-    if (t->device_type != CPU || t->ndim != form.ndim || dtype_of(*t) != dtype)
+    if (device_of(*t) != form.device || t->ndim != form.ndim || dtype_of(*t) != dtype)
         return false;
     int64_t count = 1;
     bool dense = true;
@@ -96,6 +96,16 @@ EXPORT int64_t optgen_dtype(PyObject *tensor, Reader reader) {
     return dtype_of(t);
 }
 
+// The device of a tensor as scripts write it; -1 where there is none.
+EXPORT int64_t optgen_device(PyObject *tensor, Reader reader) {
+    DLTensor t;
+    if (reader(tensor, &t)) {
+        PyErr_Clear();
+        return -1;
+    }
+    return device_of(t);
+}
+
 // lists     a list of the groups' lists of parameters
 // state     the optimizer's dict of states
 // held      two lists to fill: the gradients, and the states in the order of their buckets
@@ -108,13 +118,15 @@ EXPORT int64_t optgen_dtype(PyObject *tensor, Reader reader) {
 // numbers   ids of the numbers that states hold
 // reader    DLPack's dltensor_from_py_object_no_sync of torch
 // pointer   torch's function from a tensor to its address, or 0
+// moved     becomes how many gradients lie elsewhere than the rows say
 // Returns 0 and has filled `held` and the gradients' addresses into the rows; else where it saw a difference.
 EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, PyObject *entries, PyObject *grad_name,
                              PyObject *is_neg, PyObject *none, const int64_t *script, const int64_t *numbers,
-                             Reader reader, Pointer pointer) {
+                             Reader reader, Pointer pointer, int64_t *moved) {
     const int64_t *at = script;
     DLTensor t;
     int64_t numel, live = 0;
+    *moved = 0;
     const int64_t groups = *at++;
     for (int64_t k = 0; k < groups; k++) {
         PyObject *list = PyList_GetItem(lists, k);
@@ -162,8 +174,10 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
                     return 7;
                 }
             }
-            if (row)
+            if (row && row[1] != address(t)) {
                 row[1] = address(t);
+                ++*moved;
+            }
         }
     }
     const int64_t states = *at++;

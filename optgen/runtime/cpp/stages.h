@@ -20,7 +20,6 @@ constexpr int TOGETHER = 256;   // results that one thread finishes at a time
 constexpr int BLOCKS_OF_TILE = 16;
 
 // What there is one value of; a sweep runs over elements.
-enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE };
 enum Reduction : int32_t { NONE, TOTAL, LARGEST };
 
 // One of a stage's buffers.
@@ -288,7 +287,7 @@ struct Grid {
     }
 };
 
-inline bool is_few(const Place &p) { return p.kind != ELEMENT && p.kind != BLOCK_OF; }
+inline bool is_few(const Place &p) { return p.kind != ELEMENT && p.kind != BLOCK_OF && p.kind != EIGHTH; }
 
 // Whether a tensor's matrices are walked by blocks of rows and columns; else flat, and what is reduced is spilled.
 inline bool by_panels(const Stage &s, const Shape &t) { return s.matrices && !t.dense; }
@@ -336,6 +335,10 @@ OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t
         } else if (p.kind == BLOCK_OF) {
             inside[c] = (char *)tile_room(s, room, c);
             memcpy(inside[c], at[c], (size_t)blocks * p.bytes);
+        } else if (!full && p.kind == EIGHTH) {
+            inside[c] = (char *)tile_room(s, room, c);
+            memcpy(inside[c], at[c], (size_t)((n + 7) / 8) * p.bytes);
+            memset(inside[c] + (n + 7) / 8 * p.bytes, 0, (size_t)(padded / 8 - (n + 7) / 8) * p.bytes);
         } else if (!full && (p.kind == ELEMENT || p.kind == COLUMN)) {
             inside[c] = (char *)tile_room(s, room, c);
             memset(inside[c], 0, (size_t)shift * p.bytes);
@@ -350,6 +353,8 @@ OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t
             continue;
         if (p.kind == BLOCK_OF)
             memcpy(at[c], inside[c], (size_t)blocks * p.bytes);
+        else if (p.kind == EIGHTH && !full)
+            memcpy(at[c], inside[c], (size_t)((n + 7) / 8) * p.bytes);
         else if (p.kind == ELEMENT && !full)
             memcpy(at[c], inside[c] + (size_t)shift * p.bytes, (size_t)n * p.bytes);
     }
@@ -371,6 +376,8 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
             at[c] += e * p.bytes;
         else if (p.kind == BLOCK_OF)
             at[c] += b * p.bytes;
+        else if (p.kind == EIGHTH)
+            at[c] += (row * ((t.columns + 7) / 8) + from / 8) * p.bytes;
         else if (p.kind == COLUMN)
             at[c] += (matrix * t.columns + from) * 4;
     }
@@ -458,11 +465,12 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
                            char *room, const Known &known) {
     const int most = s.size / s.block;
     const int64_t lanes = (int64_t)count * s.block, padded = (shift + lanes + UNIT - 1) / UNIT * UNIT - shift;
-    int64_t start[BLOCKS_OF_TILE];
+    int64_t start[BLOCKS_OF_TILE], eights[BLOCKS_OF_TILE];
     int64_t length[BLOCKS_OF_TILE];
     int live[BLOCKS_OF_TILE];
     int runs = 1;  // stretches of elements that lie side by side: one where the blocks are of one row
     start[0] = first / grid.per_row * grid.columns + first % grid.per_row * s.block;
+    eights[0] = first / grid.per_row * ((grid.columns + 7) / 8) + first % grid.per_row * s.block / 8;
     length[0] = least(lanes, grid.columns - first % grid.per_row * s.block);
     // Elements are read and written where they lie, and so are the values of a whole tile's blocks.
     const bool full = s.block == 1 ? !shift && count % UNIT == 0 : length[0] == lanes, whole = full && (s.block == 1 || count == most);
@@ -473,6 +481,7 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
             live[b] = (int)least(s.block, grid.columns - lane);
             if (runs > 1) {
                 start[b] = row * grid.columns + lane;
+                eights[b] = row * ((grid.columns + 7) / 8) + lane / 8;
                 length[b] = live[b];
             }
         }
@@ -513,6 +522,16 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
                        (size_t)((runs > 1 ? pace : padded) - length[k]) * p.bytes);
             }
             at[c] = to - shift * p.bytes;
+        } else if (p.kind == EIGHTH && full) {
+            at[c] += eights[0] * p.bytes;
+        } else if (p.kind == EIGHTH) {
+            char *to = (char *)tile_room(s, room, c);
+            for (int k = 0; k < runs; k++) {
+                const int64_t n = (length[k] + 7) / 8, size = (runs > 1 ? pace : padded) / 8;
+                memcpy(to + k * pace / 8 * p.bytes, at[c] + eights[k] * p.bytes, (size_t)n * p.bytes);
+                memset(to + (k * pace / 8 + n) * p.bytes, 0, (size_t)(size - n) * p.bytes);
+            }
+            at[c] = to;
         }
     }
     s.tile(at, shift + count, full || s.block == 1 ? nullptr : live, (int32_t)(grid.number(t, s.block, first) - shift), -1,
@@ -527,6 +546,8 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
             char *to = (char *)t.at[p.column];
             if (p.kind == BLOCK_OF && !whole)
                 memcpy(to + first * p.bytes, at[c], (size_t)count * p.bytes);
+            for (int k = 0; p.kind == EIGHTH && !full && k < runs; k++)
+                memcpy(to + eights[k] * p.bytes, at[c] + k * pace / 8 * p.bytes, (size_t)((length[k] + 7) / 8) * p.bytes);
             for (int k = 0; p.kind == ELEMENT && !full && k < runs; k++)
                 memcpy(to + start[k] * p.bytes, at[c] + (shift + k * pace) * p.bytes, (size_t)length[k] * p.bytes);
         }

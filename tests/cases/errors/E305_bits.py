@@ -1,3 +1,3 @@
 from optgen.formats import Blocked
 
-five = Blocked(5, 64)
+nine = Blocked(9, 64)

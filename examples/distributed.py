@@ -1,0 +1,53 @@
+"""Data parallel training by torchrun: DistributedDataParallel, or fully_shard (FSDP2).
+
+    torchrun --nproc-per-node 2 examples/distributed.py --steps 20 --way ddp
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from optgen.optim import AdamW
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--way", default="ddp", choices=("ddp", "fsdp2"))
+    given = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    model = network().to(device)
+    if given.way == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        torch.distributed.fsdp.fully_shard(model)
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, plan="int8_split24")
+    for k in range(given.steps):
+        random = torch.Generator().manual_seed(size * k + rank)
+        tokens, wanted = torch.randint(32, (2, 16), generator=random).to(device)
+        nn.functional.cross_entropy(model(tokens), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sums = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    every = [torch.empty_like(sums) for _ in range(size)]
+    dist.all_gather(every, sums)
+    if rank == 0:
+        same = all(torch.equal(sums, other) for other in every)
+        print(f"{size} ranks, {'the same weights' if same else 'DIFFERENT weights'}; {optimizer.memory()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Steps that are counted on a device: nothing in them is read by the host, so a CUDA graph may hold them.
+
+The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The printed
+host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
+(triton_control.py) hands them on.  It also leaves everything as it is where a GradScaler has found an infinity.
+
+One tensor counts the steps of all parameters that step together: their states hold the same object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optgen.runtime import keys
+from optgen.runtime.records import HostFunction, Variant
+from optgen.runtime.scalars import Scalar
+
+if TYPE_CHECKING:
+    from optgen.runtime.bucket import Bucket
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
+
+
+def not_ready(what: str) -> RuntimeError:
+    """The error of a capture that would hold what must not be repeated."""
+    return RuntimeError(
+        f"a CUDA graph is being captured, but {what} is not ready for it: create the optimizer with capturable=True "
+        f"(its kernels are Triton's) and make a step with the same parameters before the capture"
+    )
+
+
+class Scaler(NamedTuple):
+    """What a GradScaler has left with the optimizer: scale of the gradients, and whether one is infinite; fp32, of one
+    element each."""
+
+    scale: Tensor | None
+    found: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: object) -> Scaler | None:
+        made = cls(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+        return None if made == (None, None) else made
+
+    def found_infinity(self) -> bool:
+        """Reads it: waits for the device that it is on."""
+        return self.found is not None and bool(self.found.item() != 0)
+
+    def factor(self, sign: float) -> float:
+        """What gradients are multiplied with; reads the scale."""
+        return sign if self.scale is None else sign / float(self.scale.item())
+
+
+class Counters:
+    """The tensors that count steps, or hold host states, and how many parameters share each.
+
+    What stands in a state and is none of these was put there by somebody else, and is read by the host.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int]] = {}
+
+    def knows(self, x: object) -> bool:
+        found = self._known.get(id(x))
+        return found is not None and found[0] is x
+
+    def shared_by(self, x: object) -> int:
+        return self._known[id(x)][1] if self.knows(x) else 0
+
+    def take(self, buckets: Iterable[Bucket]) -> None:
+        """After a step of these buckets."""
+        for bucket in buckets:
+            if bucket.left is not None and self.knows(bucket.left):
+                rest = self.shared_by(bucket.left) - len(bucket.params)
+                self._known[id(bucket.left)] = (bucket.left, rest)
+        for bucket in buckets:
+            for x in (bucket.step, *bucket.host):
+                if isinstance(x, Tensor):
+                    self._known[id(x)] = (x, len(bucket.params))
+
+    def forget(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Drops what no state holds any more, once there is much of it."""
+        if len(self._known) > 64 and len(self._known) > 8 * len(states):
+            held = {id(x) for entry in states.values() for x in entry.values()}
+            self._known = {key: value for key, value in self._known.items() if key in held}
+
+
+class Control:
+    """The scalars of a bucket's step on its device.
+
+    values   fp32: as the kernels take them
+    words    int32 (2,): the step key, and whether the step is to be skipped
+    numbers  what `values` were made of: floats, and 0-dim fp64 tensors
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.device = device
+        self.values = torch.zeros(count, dtype=torch.float32, device=device)
+        self.words = torch.zeros(2, dtype=torch.int32, device=device)
+        self.numbers: Sequence[Scalar] = [0.0] * count
+        self._constants: dict[float, Tensor] = {}
+
+    def fill(self, numbers: Sequence[Scalar], key: Tensor | None, skip: Tensor | None) -> None:
+        """For the next step; no tensor is looked at.  key: int32; skip: bool; None: 0."""
+        self.numbers = numbers
+        tensors = [x if isinstance(x, Tensor) else self._constant(x) for x in numbers]
+        if tensors:
+            self.values.copy_(torch.stack(tensors))
+        if key is not None:
+            self.words[0].copy_(key)
+        if skip is None:
+            self.words[1].zero_()
+        else:
+            self.words[1].copy_(skip)
+
+    def tensors(self) -> list[Tensor]:
+        """All that a graph reads of it."""
+        return [self.values, self.words, *self._constants.values()]
+
+    def rounded(self, position: int) -> float:
+        """A scalar in fp32, for what torch computes between kernels; RuntimeError where only the device knows it."""
+        value = self.numbers[position]
+        if isinstance(value, Tensor):
+            raise RuntimeError(
+                "a hyper-parameter of a matrix function is a tensor, which a step that is counted on the device does "
+                "not read: give it as a number"
+            )
+        return ctypes.c_float(value).value
+
+    def _constant(self, value: float) -> Tensor:
+        """A number as a tensor, kept for the next step: most of them never change."""
+        found = self._constants.get(value)
+        if found is None:
+            found = torch.full((), value, dtype=torch.float64, device=self.device)
+            if not capturing():  # else it has its value only once the graph has run
+                if len(self._constants) > 4 * len(self.values):
+                    self._constants.clear()
+                self._constants[value] = found
+        return found
+
+
+class Step:
+    """One step of a bucket, counted on the device.
+
+    count  int64: steps done, before it
+    host   fp64: the host states, before it
+    found  of a GradScaler: whether there was an infinity; None: there is no scaler
+    """
+
+    def __init__(self, count: Tensor, host: Sequence[Tensor], found: Tensor | None) -> None:
+        self.count, self.host = count, host
+        self.skip = None if found is None else found.reshape(()).to(count.device, non_blocking=True) != 0
+        self.made: Sequence[Scalar] = ()
+
+    def fill(
+        self,
+        control: Control,
+        function: HostFunction,
+        scalars: int,
+        sign: float,
+        scale: Tensor | None,
+        hypers: Mapping[str, Any],
+        names: Sequence[str],
+        seed: int | None,
+    ) -> None:
+        """Computes the scalars in fp64.
+
+        function, scalars  the host function, and how many of its results are kernel scalars
+        sign, scale        what gradients are multiplied with, and divided by
+        names              of the host states
+        seed               None where no random bits are drawn
+        """
+        number = self.count + 1
+        factor: Scalar = sign
+        if scale is not None:
+            factor = sign / scale.reshape(()).to(self.count.device, torch.float64, non_blocking=True)
+        values = function(number.to(torch.float64), factor, **hypers, **dict(zip(names, self.host, strict=True)))
+        self.made = values[scalars:]
+        key = None if seed is None else keys.step_key_of(seed, number)
+        control.fill(values[:scalars], key, self.skip)
+
+    def finish(self) -> None:
+        """Counts the step, and keeps the host states, unless it was skipped."""
+        if self.skip is None:
+            self.count.add_(1)
+        else:
+            self.count.add_(~self.skip)
+        for kept, value in zip(self.host, self.made, strict=True):
+            new = value if isinstance(value, Tensor) else torch.full_like(kept, value)
+            kept.copy_(new if self.skip is None else torch.where(self.skip, kept, new))
+
+
+def check_calls(variant: Variant, control: Control) -> None:
+    """RuntimeError where a function of matrices between the kernels needs a number that only the device knows."""
+    names = variant.scalars if variant.kernel_scalars is None else variant.kernel_scalars
+    for stage in variant.stages:
+        for x in stage.given:
+            if isinstance(x, str):
+                control.rounded(names.index(x))
+
+
+def start(
+    kernel: Any,
+    programs: int,
+    tables: tuple[Tensor, Tensor],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """One launch of a kernel (table, work, scalars..., step key, constants...).
+
+    tables    its table, and its work items
+    which     the scalars that it takes, by position
+    step_key  None where it takes none; in a `Control` its value counts
+    """
+    if not isinstance(scalars, Control):
+        given = [scalars[k] for k in which]
+        keyed = () if step_key is None else (step_key,)
+        kernel[(programs,)](*tables, *given, *keyed, **constants, **options)
+        return
+    from optgen.runtime import triton_control
+
+    around: Callable[..., None] = triton_control.controlled[(programs,)]
+    around(
+        *tables, scalars.values, scalars.words,
+        kernel=kernel, WHICH=tuple(which), KEYED=step_key is not None, CONSTANTS=_ordered(kernel, constants), **options,
+    )  # fmt: skip
+
+
+def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Constants in the order of the kernel's last arguments; those that it has defaults for may be left out."""
+    names = kernel.arg_names
+    first = min((names.index(name) for name in constants), default=0)
+    taken = names[first : first + len(constants)]
+    assert set(taken) == set(constants), (names, constants)  # what has a default stands last
+    return tuple(constants[name] for name in taken)

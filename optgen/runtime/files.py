@@ -1,0 +1,456 @@
+"""Checkpoints as files: one file for optimizer, model and whatever else a run wants back.
+
+A file is what `torch.save` writes, with a checksum of all of it at its end (the comment of the zip archive, which
+torch.load reads over); or, under a name that ends in .safetensors, a safetensors file with the same in its metadata.
+It is written beside its place and renamed, so that there is always the old file or the new one, whoever is killed when.
+Reading checks everything before anything changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.runtime import checkpoint, layout, low_bits, plans
+from optgen.runtime.misfits import Misfits
+from optgen.runtime.optimizer import Optimizer
+from optgen.runtime.records import dtype_of
+from optgen.runtime.state import describe, problems
+
+VERSION = 1
+"""Of the file's own structure; what is in the optimizer's part has a version of its own (checkpoint.py)."""
+
+MARK = b"optgen checkpoint sha256 "
+COMMENT = len(MARK) + 64
+END = 22  # bytes of a zip archive's end record without its comment
+
+Path_ = str | os.PathLike[str]
+
+
+class CheckpointError(ValueError):
+    """A file that is damaged, cut short, or no checkpoint."""
+
+
+def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None = None, extra: Any = None) -> None:
+    """Write a checkpoint from which a run goes on bit for bit; an older file of that name stays until it is complete.
+
+    model   its state dict is written too, parameters and buffers in their own dtypes
+    extra   anything made of tensors, numbers, strings, None, lists, tuples and dicts: schedulers, loaders, the step
+    A path that ends in .safetensors gives a safetensors file (that package must be installed).
+
+    TypeError for what could not be read back without running code; OSError where the file cannot be written.
+    """
+    content = {
+        "optgen_checkpoint": VERSION,
+        "about": about(optimizer, model),
+        "optimizer": optimizer.state_dict(),
+        "model": None if model is None else dict(model.state_dict()),
+        "waiting": _waiting(optimizer),
+        "extra": extra,
+    }
+    write(path, content)
+
+
+def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None = None) -> Any:
+    """Take over a checkpoint; returns the `extra` that it was saved with, its tensors on the CPU.
+
+    model   must be given what was saved of it to go on; without it only the optimizer is loaded
+    CheckpointError for a file that is damaged or no checkpoint, ValueError listing what does not fit: then neither the
+    optimizer nor the model has changed.
+    """
+    content = read(path)
+    misfits = Misfits(f"{os.fspath(path)} does not fit, nothing was loaded")
+    name = plans.generated_class(type(optimizer)).__name__
+    if content["about"]["class"] != name:
+        misfits.add(f"expected a checkpoint of {name}, got one of {content['about']['class']}")
+    else:
+        for line in misread(type(optimizer), optimizer.defaults, content):
+            misfits.add(line)
+    if model is not None:
+        _compare(model, content["model"], misfits)
+    misfits.stop()
+    before = optimizer.state, optimizer.param_groups
+    optimizer.load_state_dict(content["optimizer"])
+    if model is not None:
+        try:
+            model.load_state_dict(content["model"])
+        except BaseException:
+            optimizer.state, optimizer.param_groups = before
+            raise
+        for p, kept in zip(_parameters(optimizer), content["waiting"], strict=True):
+            if kept is not None and p not in optimizer.state:
+                setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
+    return _in_memory(content["extra"])
+
+
+def _in_memory(value: Any) -> Any:
+    """Copies of tensors that are still in the file."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {k: _in_memory(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_in_memory(v) for v in value)
+    return value
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
+    """What tools need to read the optimizer's part without it: its class, and what its parameters are."""
+    generated = plans.generated_class(type(optimizer))
+    keys = {} if model is None else {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    parameters = [
+        {"key": keys.get(id(p)), "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
+        for p in _parameters(optimizer)
+    ]
+    return {
+        "class": generated.__name__, "spec": generated.SPEC, "parameters": parameters,
+        "readings": _readings(optimizer),
+    }  # fmt: skip
+
+
+READ = 64
+"""At least so many elements of a state have their values in a file, beside their codes."""
+
+
+def _readings(optimizer: Optimizer) -> list[list[Any]]:
+    """[position, state, its first values]: what codes mean at present, of the smallest parameter of each kernel."""
+    smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor]] = {}
+    position = -1
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            position += 1
+            if optimizer.state.get(p) and p.numel():
+                _, plan, variant = checkpoint.select(type(optimizer), group, p)
+                key = plan, variant
+                if key not in smallest or p.numel() < smallest[key][0]:
+                    smallest[key] = p.numel(), position, group, p
+    found = []
+    for _, at, options, p in smallest.values():
+        values = _decoded(type(optimizer), options, p, optimizer.state[p])
+        found += [[at, name, numbers] for name, numbers in values.items()]
+    return found
+
+
+def _decoded(cls: type, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The first values of every state that is kept in codes; nothing where the state does not fit the plan."""
+    _, plan, variant = checkpoint.select(cls, group, p)
+    coded = [name for name in variant.states if not variant.is_plain(name)]  # element-wise, all of them
+    if not coded or any(problems(variant, p, kept)):
+        return {}
+    with torch.no_grad():
+        values = layout.first(plan, variant, p, kept, coded, READ)
+    return {name: values[name].reshape(-1)[:READ].tolist() for name in coded}
+
+
+def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+    """Which states would be read as other numbers than they were when they were saved: the plan of that name has
+    become another one since.  What does not fit it in shape is left to loading."""
+    facts, saved = content["about"], content["optimizer"]
+    rows = [(group, number) for group in saved["param_groups"] for number in group["params"]]
+    lines = []
+    for at, name, values in facts["readings"]:
+        old_group, number = rows[at]
+        group, entries = checkpoint.migrated(old_group, {number: saved["state"].get(number, {})})
+        one = facts["parameters"][at]
+        p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
+        try:
+            now = _decoded(cls, {**defaults, **group}, p, entries[number]).get(name, values)
+        except (TypeError, ValueError):  # no such plan, or not for this dtype
+            continue
+        # Far more than machines differ by, far less than the codes of one curve differ from those of another.
+        for old, new in zip(values, now, strict=True):
+            if not (math.isclose(old, new, rel_tol=2**-12) or (math.isnan(old) and math.isnan(new))):
+                lines.append(
+                    f"parameter {at}: {name} was saved as {old:.6g}, and plan {group['plan']!r} reads it as {new:.6g}: "
+                    f"it is not the plan that the checkpoint was made with"
+                )
+                break
+    return lines
+
+
+def _waiting(optimizer: Optimizer) -> list[Any]:
+    """Low bits that no step has taken yet, by position."""
+    return [p.__dict__.get(low_bits.ATTRIBUTE) for p in _parameters(optimizer)]
+
+
+def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
+    if not isinstance(saved, Mapping):
+        misfits.add("it has no model: it was saved without one; load the weights first, then the optimizer alone")
+        return
+    live = model.state_dict(keep_vars=True)
+    for name in (n for n in live if n not in saved):
+        misfits.add(f"model: {name}: expected {_what(live[name])}, it is missing")
+    for name in (n for n in saved if n not in live):
+        misfits.add(f"model: {name}: not expected, the model has none of that name")
+    for name in (n for n in live if n in saved):
+        if _what(live[name]) != _what(saved[name]):
+            misfits.add(f"model: {name}: expected {_what(live[name])}, got {_what(saved[name])}")
+
+
+def _what(value: Any) -> str:
+    return describe(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+# -- any content, whole or not at all --------------------------------------------------------------------------
+
+
+def write(path: Path_, content: Mapping[str, Any]) -> None:
+    """Write a dict of plain values and tensors, all of it or nothing."""
+    path = Path(path)
+    plain = _plain(content, "")
+    write_to = _write_safetensors if path.suffix == ".safetensors" else _write_zip
+    with instead_of(path) as file:
+        write_to(file, plain)
+
+
+def read(path: Path_) -> dict[str, Any]:
+    """The content of a checkpoint, tensors on the CPU; CheckpointError where it is damaged or none."""
+    path = Path(path)
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_zip(path)
+    version = content.get("optgen_checkpoint")
+    if version is None:
+        raise CheckpointError(f"{path} is no optgen checkpoint")
+    if version != VERSION:
+        raise CheckpointError(f"{path}: expected a file of version {VERSION}, got {version}: made by a newer optgen?")
+    return content
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value with parameters as tensors and mappings as dicts; TypeError for what weights_only would refuse."""
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TypeError(
+                f"{where or 'the checkpoint'}: expected a plain tensor, got {type(value).__name__} "
+                f"(sharded tensors are for torch.distributed.checkpoint)"
+            )
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {k: _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size):
+        made = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return made if type(value) is list else tuple(made)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(
+        f"{where or 'the checkpoint'}: expected tensors, numbers, strings, None, lists, tuples or dicts, got "
+        f"{type(value).__module__}.{type(value).__name__}: loading runs no code, so convert it first"
+    )
+
+
+@contextmanager
+def instead_of(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of `path` when the block ends well; else it is deleted."""
+    made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except BaseException:
+        with suppress(OSError):
+            made.unlink()
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # the name is safe only when the folder is
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+# -- as a zip archive ------------------------------------------------------------------------------------------
+
+
+class _Hashing:
+    """A file that hashes what is written; its last bytes are held back, to be changed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.hash, self.end = file, hashlib.sha256(), b""
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data).cast("B")
+        if len(data) >= END:
+            self._put(self.end)
+            self._put(data[:-END])
+            self.end = bytes(data[-END:])
+        else:
+            whole = self.end + bytes(data)
+            self._put(whole[:-END])
+            self.end = whole[-END:]
+        return len(data)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self.hash.update(data)
+        self.file.write(data)
+
+    def flush(self) -> None:
+        """Nothing to do before the end is known."""
+
+
+def _write_zip(file: IO[bytes], content: Mapping[str, Any]) -> None:
+    hashing = _Hashing(file)
+    torch.save(content, hashing)  # type: ignore[arg-type]
+    hashing._put(hashing.end[:-2] + struct.pack("<H", COMMENT))
+    file.write(MARK + hashing.hash.hexdigest().encode())
+
+
+def _read_zip(path: Path) -> dict[str, Any]:
+    check_bytes(path)
+    return load_torch(path)
+
+
+def load_torch(path: Path) -> dict[str, Any]:
+    """What torch.save wrote, without running code; CheckpointError where it holds more than values or is none."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is what a cut archive is to torch
+            raise
+        raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
+    return found
+
+
+def has_checksum(path: Path) -> bool:
+    """Whether the file ends as those of `save_checkpoint` do."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - COMMENT))
+        return file.read().startswith(MARK)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of any safetensors file."""
+    package = _safetensors()
+    try:
+        found: dict[str, Tensor] = package.torch.load_file(path)
+    except package.SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    return found
+
+
+def check_bytes(path: Path) -> None:
+    """CheckpointError unless every byte is as it was written."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise CheckpointError(f"{path} is no checkpoint: it does not begin like a file of torch.save")
+        file.seek(max(0, size - COMMENT))
+        comment = file.read()
+        if not comment.startswith(MARK):
+            whole = zipfile.is_zipfile(path)
+            raise CheckpointError(
+                f"{path} has no checksum at its end: "
+                + ("it was not written by save_checkpoint; see `optgen convert`" if whole else "it was cut short")
+            )
+        file.seek(0)
+        found = hashlib.sha256()
+        left = size - COMMENT
+        while left:
+            data = file.read(min(left, 1 << 22))
+            if not data:
+                raise CheckpointError(f"{path} became shorter while it was read")
+            found.update(data)
+            left -= len(data)
+    if comment[len(MARK) :] != found.hexdigest().encode():
+        raise CheckpointError(f"{path} is damaged: its checksum is {found.hexdigest()[:16]}..., expected "
+                              f"{comment[len(MARK) :][:16].decode(errors='replace')}...")  # fmt: skip
+
+
+# -- as a safetensors file -------------------------------------------------------------------------------------
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("files named .safetensors need the package safetensors: pip install safetensors") from error
+    return safetensors
+
+
+def _write_safetensors(file: IO[bytes], content: Mapping[str, Any]) -> None:
+    package = _safetensors()
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_listed(content, tensors, {}, ""))
+    metadata = {"format": "pt", "optgen": text, "sha256": _digest(text, tensors)}
+    file.write(package.torch.save(tensors, metadata=metadata))
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    package = _safetensors()
+    try:
+        with package.safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except package.SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    if "optgen" not in metadata:
+        raise CheckpointError(f"{path} is no optgen checkpoint")
+    rest = {k: v for k, v in metadata.items() if k not in ("optgen", "sha256")}
+    if rest != {"format": "pt"} or metadata.get("sha256") != _digest(metadata["optgen"], tensors):
+        raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
+    found = _unlisted(json.loads(metadata["optgen"]), tensors)
+    assert isinstance(found, dict)
+    return found
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        found.update(f"\n{name} {describe(t.dtype, tuple(t.shape))}\n".encode())
+        if t.numel():
+            t = t.detach().cpu().contiguous()
+            found.update((ctypes.c_char * (t.numel() * t.element_size())).from_address(t.data_ptr()))
+    return found.hexdigest()
+
+
+def _listed(value: Any, tensors: dict[str, Tensor], seen: dict[object, str], where: str) -> Any:
+    """The content as JSON takes it; tensors go into `tensors` under the names of their places, each once."""
+    if isinstance(value, Tensor):
+        same = (value.data_ptr() or id(value), value.dtype, value.shape, value.stride())
+        name = seen.setdefault(same, where)
+        tensors[name] = value.contiguous() if name == where else tensors[name]
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        parts = [[k, _listed(v, tensors, seen, f"{where}.{k}" if where else str(k))] for k, v in value.items()]
+        return {"dict": parts}
+    if isinstance(value, (list, tuple)):
+        found = [_listed(v, tensors, seen, f"{where}.{i}") for i, v in enumerate(value)]
+        return found if isinstance(value, list) else {"tuple": found}
+    return value
+
+
+def _unlisted(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unlisted(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    makers: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda name: tensors[name],
+        "dict": lambda parts: {k: _unlisted(v, tensors) for k, v in parts},
+        "tuple": lambda parts: tuple(_unlisted(v, tensors) for v in parts),
+    }
+    ((kind, content),) = value.items()
+    return makers[kind](content)

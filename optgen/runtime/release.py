@@ -1,0 +1,439 @@
+"""Updates within backward: each parameter takes its step as soon as its gradient is complete, which is then freed.
+
+A hook of torch's runs when a gradient has been accumulated.  It steps an optimizer of that one parameter, which shares
+the state, the options, the name and the position of the parameter with the optimizer that the user holds, and so makes
+the same bits as an ordinary step.  It keeps tables of its own, so that the short way of replay.py holds for each.
+
+What `step()` still does then: parameters that have a gradient left (because fewer micro-batches than said came, or
+because they came into the optimizer after the hooks were placed).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from optgen.runtime import alone, options, plans, state
+from optgen.runtime.arena import Arena
+from optgen.runtime.records import Variant, as_float, as_int
+
+if TYPE_CHECKING:
+    from optgen.runtime.optimizer import Optimizer
+
+ClipBy = Literal["norm", "value", "previous_norm"]
+
+CLIPS = ("norm", "value", "previous_norm")
+
+TINY = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
+
+
+class One:
+    """The optimizer of one parameter: an instance of the user's class that never saw its constructor.
+
+    option   of its group, copied from the user's group before each step
+    summed   micro-batches since the last update
+    sums     keeps the sum of their gradients, where that is not p.grad itself
+    """
+
+    __slots__ = ("flags", "group", "name", "number", "p", "place", "stepper", "summed", "sums", "variant")
+
+    def __init__(self, optimizer: Optimizer, p: Tensor, number: int, place: int, name: str | int) -> None:
+        self.p, self.number, self.place, self.name = p, number, place, name
+        self.group: dict[str, Any] = {}
+        self.stepper = alone.part(optimizer, [self.group])
+        known = optimizer._dtypes.get(id(p))
+        if known is not None:
+            self.stepper._dtypes[id(p)] = known
+        self.summed = 0
+        self.sums: Sums | None = None
+        self.flags: object = None
+        self.variant: Variant | None = None
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The update of p from p.grad, in the name of `optimizer`."""
+        p, stepper = self.p, self.stepper
+        self.refresh(optimizer)
+        kept = optimizer.state.get(p)
+        if kept is not stepper.state.get(p):
+            stepper.state = defaultdict(dict) if kept is None else defaultdict(dict, {p: kept})
+        stepper._update()
+        stepper._room = None
+        if kept is not stepper.state[p]:
+            optimizer.state[p] = stepper.state[p]
+        if self.variant is not None and any(t.space == "elem" for t in self.variant.temps):
+            stepper._reset_caches()  # the room for the temps is as large as the parameter
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
+        theirs, group = optimizer.param_groups[self.number], self.group
+        if not group:
+            group["params"] = [self.p]
+            group["param_names"] = [self.name]
+        alone.take_over(theirs, group)
+        flags = (group["plan"], options.flags_of(type(optimizer), group, tuple(self.p.shape)))
+        if flags != self.flags:
+            self.variant = refuse_sums(optimizer, group, self.p, self.name)
+            self.flags = flags
+
+
+def _give_room(optimizer: Optimizer, ones: Iterable[One]) -> None:
+    """Room on the CPU for the states of all, in one mapping by group: huge pages of many small ones go to waste."""
+    sizes: dict[int, list[int]] = {}
+    lacking = [one for one in ones if state.home(one.p).type == "cpu" and not optimizer.state.get(one.p)]
+    for one in lacking:
+        assert one.variant is not None
+        sizes.setdefault(one.number, []).extend(state.sizes(one.variant, one.p, {}))
+    rooms = {number: Arena(found) for number, found in sizes.items()}
+    for one in lacking:
+        one.stepper._room = rooms[one.number]
+
+
+def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> Variant:
+    """The parameter's variant; ValueError where its rule needs other parameters' gradients."""
+    cls = type(optimizer)
+    plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
+    flags = options.flags_of(cls, group, tuple(p.shape))
+    variant = plans.variant(plan, p.dtype, p.numel() < plans.small_numel(plan), flags)
+    often = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
+    for v in (variant, plans.at_step(plan, variant, often)):
+        if v.model_temps or any(f.space == "model" for f in v.fields):
+            what = ", ".join(v.model_temps) or "states of the model"
+            raise ValueError(
+                f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({what}), known "
+                f"only when backward has ended: gradients cannot be released.  Call step() after backward; to clip by "
+                f"a norm over the model, take the rule that does not, and release_gradients(clip=..., "
+                f"clip_by='previous_norm')"
+            )
+    return variant
+
+
+class Release:
+    """What `Optimizer.release_gradients` returns: the hooks, until `remove()`; also a context manager.
+
+    accumulate  micro-batches whose gradients are summed before an update
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None = None,
+        *,
+        accumulate: int = 1,
+        accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
+        clip: float | None = None,
+        clip_by: ClipBy = "norm",
+    ) -> None:
+        owner = f"{type(optimizer).__name__}.release_gradients"
+        if optimizer._release is not None:
+            raise RuntimeError(f"{owner}: the gradients are released already; remove() the handle of that call first")
+        count = as_int(accumulate)
+        if count is None or isinstance(accumulate, bool) or count < 1:
+            raise ValueError(f"{owner}: accumulate must be a whole number >= 1, got {accumulate!r}")
+        if accumulator is not None and (count == 1 or not callable(accumulator)):
+            raise ValueError(
+                f"{owner}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
+                f"like it, with accumulate >= 2; got {accumulator!r} and accumulate={count}"
+            )
+        self._check_clip(owner, clip, clip_by)
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"{owner}: model must be a torch.nn.Module or None, got {type(model).__name__}")
+        self.optimizer, self.accumulate = optimizer, count
+        self._model, self._accumulator = model, accumulator
+        self._clip, self._clip_by = None if clip is None else float(clip), clip_by
+        self._lock = threading.RLock()  # backward runs a thread per device
+        self._ones: dict[int, One] = {}
+        self._hooks: dict[int, Any] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._previous: Tensor | None = None
+        self._looked = False
+        self._refuse_wrappers()
+        wanted = self._wanted()
+        if not wanted:
+            raise ValueError(f"{owner}: no trainable parameter of this optimizer is in the model that was given")
+        ones = [One(optimizer, *found) for found in wanted]
+        for one in ones:
+            one.refresh(optimizer)
+            self._give_sums(one)
+        _give_room(optimizer, ones)
+        for one in ones:
+            self._place(one)
+
+    @staticmethod
+    def _check_clip(owner: str, clip: float | None, clip_by: str) -> None:
+        if clip_by in ("global_norm", "model_norm", "total_norm"):
+            raise ValueError(
+                f"{owner}: clip_by={clip_by!r}: the norm over the model is known only when backward has ended, and by "
+                f"then the parameters are updated; clip_by='previous_norm' takes the norm of the step before, "
+                f"clip_by='norm' each parameter's own"
+            )
+        if clip_by not in CLIPS:
+            raise ValueError(f"{owner}: clip_by must be one of {', '.join(CLIPS)}, got {clip_by!r}")
+        if clip is not None:
+            number = None if isinstance(clip, bool) else as_float(clip)
+            if number is None or not number > 0:
+                raise ValueError(f"{owner}: clip must be a number > 0, or None, got {clip!r}")
+
+    def _refuse_wrappers(self) -> None:
+        """NotImplementedError for wrappers that reduce gradients over ranks after the hooks have run."""
+        places = (
+            ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+            ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+        )
+        found = (getattr(sys.modules.get(module), name, None) for module, name in places)
+        kinds = tuple(kind for kind in found if isinstance(kind, type))
+        wrappers: list[Any] = [] if self._model is None else [m for m in self._model.modules() if isinstance(m, kinds)]
+        if not wrappers and torch.distributed.is_available() and torch.distributed.is_initialized():
+            ours = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            everything = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+            wrappers = [m for m in everything if any(id(p) in ours for p in m.parameters())]
+        if wrappers:
+            raise NotImplementedError(
+                f"{type(self.optimizer).__name__}.release_gradients: {type(wrappers[0]).__name__} sums gradients over "
+                f"ranks after the hooks of the parameters have run, in buffers of its own: ranks would part, and no "
+                f"memory would be saved.  Use torch.distributed.fsdp.fully_shard, or step() as usual"
+            )
+
+    def _wanted(self) -> list[tuple[Tensor, int, int, str | int]]:
+        """(parameter, number of its group, place in it, name) of all that are to be released."""
+        members = None if self._model is None else {id(p) for p in self._model.parameters()}
+        found = []
+        position = 0
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = group.get("param_names")
+            for place, p in enumerate(group["params"]):
+                if p.requires_grad and (members is None or id(p) in members):
+                    found.append((p, number, place, position if names is None else names[place]))
+                position += 1
+        return found
+
+    def _give_sums(self, one: One) -> None:
+        if self._accumulator is not None and one.sums is None:
+            one.sums = Sums(self._accumulator, one.p, one.name)
+
+    def _place(self, one: One) -> None:
+        p = one.p
+        self._ones[id(p)] = one
+        if id(p) not in self._hooks:
+            register: Callable[..., Any] = p.register_post_accumulate_grad_hook
+            self._hooks[id(p)] = register(self._complete)
+
+    # -- within backward ------------------------------------------------------------------------------
+
+    def _complete(self, p: Tensor) -> None:
+        """p.grad is complete for this backward; where something is refused, it stays and nothing has changed."""
+        with self._lock, torch.no_grad():
+            self.optimizer._refuse_in_evaluation("backward() with released gradients")
+            one = self._ones.get(id(p))
+            if one is None or p.grad is None:
+                return
+            if not self._looked:  # the model may have been wrapped since
+                self._refuse_wrappers()
+                self._looked = True
+            one = self._current(one)
+            if one.summed + 1 < self.accumulate:
+                if one.sums is not None:
+                    one.sums.add(p.grad)
+                    p.grad = None
+                one.summed += 1
+                return
+            self._update(one)
+
+    def _current(self, one: One) -> One:
+        """The parameter's record, made anew where it stands elsewhere now."""
+        groups = self.optimizer.param_groups
+        if one.number < len(groups):
+            params = groups[one.number]["params"]
+            if one.place < len(params) and params[one.place] is one.p:
+                return one
+        self.attach()
+        return self._ones.get(id(one.p), one)
+
+    def _update(self, one: One) -> None:
+        """Clip, step, free."""
+        p = one.p
+        assert p.grad is not None
+        if one.sums is not None and one.summed:
+            one.sums.add(p.grad)
+            one.sums.clear()
+            one.summed = 0
+        self._clip_one(one)
+        one.step(self.optimizer)
+        p.grad = None
+        one.summed = 0
+
+    def _clip_one(self, one: One) -> None:
+        """In place, and as torch.nn.utils does it."""
+        p, clip = one.p, self._clip
+        if clip is None or p.grad is None:
+            return
+        if self._clip_by == "value":
+            p.grad.clamp_(-clip, clip)
+            return
+        own = torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32))
+        factor = torch.clamp(clip / (own + TINY), max=1.0)
+        if self._clip_by == "previous_norm":
+            self._norms[id(p)] = own
+            if self._previous is not None:
+                before = self._previous.to(own.device)
+                factor = torch.where(before.isfinite(), torch.clamp(clip / (before + TINY), max=1.0), factor)
+        p.grad.mul_(factor)
+
+    # -- between backwards ----------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Hooks for parameters that came, were made trainable or replaced; those that left lose theirs."""
+        with self._lock:
+            wanted = self._wanted()
+            left = self._ones.keys() - {id(p) for p, *_ in wanted}
+            for p, number, place, name in wanted:
+                old = self._ones.get(id(p))
+                if old is not None and (old.number, old.place, old.name) == (number, place, name):
+                    continue
+                one = One(self.optimizer, p, number, place, name)
+                one.refresh(self.optimizer)
+                if old is not None:
+                    one.summed, one.sums = old.summed, old.sums
+                self._give_sums(one)
+                self._place(one)
+            for key in left:
+                self._hooks.pop(key).remove()
+                self._hand_over(self._ones.pop(key))
+
+    def step(self) -> None:
+        """What `Optimizer.step` does now: the gradients that are still there, and the end of this step's norm."""
+        left = [vars(self.optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
+        if any(value is not None for value in left):
+            raise RuntimeError(SCALED.format(type(self.optimizer).__name__))
+        with self._lock, torch.no_grad():
+            self.attach()
+            for one in self._ones.values():
+                if one.summed or one.p.grad is not None:
+                    self._hand_over(one)
+                    self._clip_one(one)
+            if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+                self.optimizer._update()
+            for one in self._ones.values():
+                one.p.grad = None
+                one.summed = 0
+            if self._norms:
+                order = [self._norms[id(p)] for p, *_ in self._wanted() if id(p) in self._norms]
+                self._previous = torch.linalg.vector_norm(torch.stack([n.to(order[0].device) for n in order]))
+                self._norms.clear()
+
+    def discard(self) -> None:
+        """Forget sums that no update has used: what zero_grad means for p.grad."""
+        with self._lock:
+            for one in self._ones.values():
+                one.summed = 0
+                if one.sums is not None:
+                    one.sums.clear()
+
+    def _hand_over(self, one: One) -> None:
+        """A sum that was kept elsewhere goes to p.grad."""
+        if one.sums is not None and one.summed:
+            if one.p.grad is None:
+                one.p.grad = torch.zeros_like(one.p)
+            one.sums.add(one.p.grad)
+            one.sums.clear()
+        one.summed = 0
+
+    def remove(self) -> None:
+        """Back to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
+        with self._lock, torch.no_grad():
+            for hook in self._hooks.values():
+                hook.remove()
+            self._hooks.clear()
+            for one in self._ones.values():
+                self._hand_over(one)
+            self._ones.clear()
+            if self.optimizer._release is self:
+                self.optimizer._release = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step.
+
+        RuntimeError where sums of micro-batches are waiting: save between updates.
+        """
+        if any(one.summed for one in self._ones.values()):
+            raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
+        return {"previous_norm": None if self._previous is None else self._previous.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; TypeError for anything else."""
+        norm = state_dict.get("previous_norm", self)
+        if norm is self or not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)):
+            raise TypeError(
+                f"release_gradients: expected what the handle's state_dict() gave, {{'previous_norm': a tensor of one "
+                f"element or None}}, got {state_dict!r:.80}"
+            )
+        self._previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
+
+
+SCALED = (
+    "{}.step: its gradients were released within backward, where the factor of a GradScaler was still in them, and a "
+    "step that overflows could not be skipped any more.  Train in bf16, which needs no GradScaler, or call remove() on "
+    "the handle of release_gradients"
+)
+
+
+class Sums:
+    """The sum of a parameter's gradients over micro-batches, kept by an optimizer whose rule is that sum.
+
+    In the place of the weight stands the gradient itself, which so takes the sum.
+    """
+
+    __slots__ = ("_entry", "_keeper", "_zeros")
+
+    def __init__(self, make: Callable[[list[Tensor]], Optimizer], p: Tensor, name: str | int) -> None:
+        self._keeper = keeper = make([p])
+        if not isinstance(getattr(keeper, "SPEC", None), str) or len(keeper.param_groups) != 1:
+            raise TypeError(
+                f"release_gradients: accumulator must make a generated optimizer, as optgen.accumulate."
+                f"accumulator('int8') does, got {keeper!r:.80}"
+            )
+        group = keeper.param_groups[0]
+        variant = refuse_sums(keeper, group, p, name)
+        self._zeros = {f.name: f.zero for f in variant.fields}
+        group["params"], group["param_names"] = [], [name]
+        self._entry: dict[str, Any] | None = None
+
+    def add(self, g: Tensor) -> None:
+        """sum += g; g takes the new sum, rounded to its dtype."""
+        keeper = self._keeper
+        weight = g.detach()
+        weight.grad = g.detach()
+        keeper.param_groups[0]["params"] = [weight]
+        keeper.state = defaultdict(dict, {} if self._entry is None else {weight: self._entry})
+        try:
+            keeper._update()
+            self._entry = keeper.state[weight]
+        finally:
+            weight.grad = None
+            keeper.param_groups[0]["params"] = []
+            keeper._reset_caches()  # they know the gradient, which is to be freed
+            keeper.state = defaultdict(dict)
+
+    def clear(self) -> None:
+        """The sum is 0 again; the count of its steps goes on, so that its random bits never repeat."""
+        for name, zero in self._zeros.items():
+            if self._entry is not None:
+                self._entry[name].fill_(zero)

@@ -1,0 +1,5 @@
+from optgen.driver.checkpoints import verify
+
+
+def case():
+    verify("run.pt")

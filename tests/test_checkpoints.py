@@ -1,0 +1,232 @@
+"""State dicts: versions, and that nothing which does not fit is loaded, or changes anything."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optgen.optim import CAME, AdamW
+from optgen.runtime import checkpoint
+from tools import make_checkpoint_fixture as fixture
+
+FILES = sorted((Path(__file__).parent / "cases/checkpoints").glob("format-*.pt"))
+
+
+def everything(opt: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save([opt.state_dict(), [p.detach() for g in opt.param_groups for p in g["params"]]], file)
+    return file.getvalue()
+
+
+# -- versions ------------------------------------------------------------------------------------------------------
+
+
+def test_every_version_has_its_file() -> None:
+    assert [int(f.stem.partition("-")[2]) for f in FILES] == list(range(checkpoint.FORMAT + 1))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+@pytest.mark.parametrize("case", fixture.CASES, ids=lambda c: f"{c[0]} {c[1]}")
+def test_checkpoints_of_every_version_go_on_as_they_would_have(file: Path, case: tuple[Any, ...]) -> None:
+    saved = torch.load(file, weights_only=True)[f"{case[0]} {case[1]}"]
+    opt, params = fixture.optimizer(case)
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(saved["model"][name])
+    opt.load_state_dict(saved["optimizer"])
+    assert all(group["format"] == checkpoint.FORMAT for group in opt.state_dict()["param_groups"])
+    fixture.train(opt, params, range(2, 4))
+    assert fixture.digest(opt) == saved["after"]
+
+
+@pytest.mark.parametrize("version", [checkpoint.FORMAT + 1, -1, "1", 1.0, True])
+def test_unknown_versions_are_refused(version: object) -> None:
+    opt, params = fixture.optimizer(fixture.CASES[1])
+    fixture.train(opt, params, range(1))
+    saved = copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["format"] = version
+    before = everything(opt)
+    with pytest.raises(ValueError, match=r"group 0: expected a checkpoint of format 0 to \d+, got format"):
+        opt.load_state_dict(saved)
+    assert everything(opt) == before
+
+
+def test_migrations_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each brings a group and its states up by one version, in checkpoints and in pickles alike."""
+
+    def rename(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+        changed = {k: {{"old_avg": "exp_avg"}.get(n, n): v for n, v in e.items()} for k, e in entries.items()}
+        return {**group, "lr": group["lr"] * 2}, changed
+
+    monkeypatch.setattr(checkpoint, "MIGRATIONS", (*checkpoint.MIGRATIONS, rename))
+    old = checkpoint.FORMAT
+    monkeypatch.setattr(checkpoint, "FORMAT", old + 1)
+    opt, params = fixture.optimizer(fixture.CASES[1])
+    fixture.train(opt, params, range(2))
+    saved = copy.deepcopy(opt.state_dict())
+    for version in range(old + 1):
+        before = copy.deepcopy(saved)
+        for entry in before["state"].values():
+            entry["old_avg"] = entry.pop("exp_avg")
+        before["param_groups"][0]["format"] = version
+        kept = copy.deepcopy(before)
+        other, _ = fixture.optimizer(fixture.CASES[1])
+        other.load_state_dict(before)
+        assert before["param_groups"] == kept["param_groups"]
+        assert all(entry.keys() == kept["state"][k].keys() for k, entry in before["state"].items())
+        assert other.param_groups[0]["lr"] == 2 * saved["param_groups"][0]["lr"]
+        assert torch.equal(other.state_dict()["state"][0]["exp_avg"], saved["state"][0]["exp_avg"])
+    made = copy.deepcopy(opt.__getstate__())
+    for entry in made["state"].values():
+        entry["old_avg"] = entry.pop("exp_avg")
+    made["param_groups"][0]["format"] = old
+    unpickled = AdamW.__new__(AdamW)
+    unpickled.__setstate__(made)
+    assert all("exp_avg" in entry for entry in unpickled.state.values())
+
+
+def test_a_group_says_all_in_primitives() -> None:
+    """What torch.load(weights_only=True), torch.distributed.checkpoint and JSON take."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, (dict, list, tuple)):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from leaves(part)
+        else:
+            yield value
+
+    for case in fixture.CASES:
+        opt, params = fixture.optimizer(case)
+        fixture.train(opt, params, range(1))
+        saved = opt.state_dict()
+        for group in saved["param_groups"]:
+            assert {type(x) for x in leaves(group)} <= {int, float, bool, str, type(None)}
+        for entry in saved["state"].values():
+            assert all(type(x) in (Tensor, int, float) for x in entry.values())
+            assert all("." not in key for key in entry)
+
+
+# -- every single change of a checkpoint -----------------------------------------------------------------------
+
+
+def other_dtype(t: Tensor) -> Tensor:
+    return t.to(torch.int32) if t.dtype in (torch.uint8, torch.int16) else t.to(torch.int64)
+
+
+def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, Any]], object]]]:
+    """(what, how) of all changes of one entry that must be noticed."""
+    for number, entry in saved["state"].items():
+        yield f"{number}: extra", lambda s, n=number: s["state"][n].update(extra=torch.zeros(3))
+        yield f"{number}: not a dict", lambda s, n=number: s["state"].update({n: [1]})
+        yield f"{number}: another number", lambda s, n=number: s["state"].update({n + 77: s["state"].pop(n)})
+        for key, value in entry.items():
+            where = f"{number}.{key}"
+            yield f"{where}: missing", lambda s, n=number, k=key: s["state"][n].pop(k)
+            yield f"{where}: None", lambda s, n=number, k=key: s["state"][n].update({k: None})
+            yield f"{where}: text", lambda s, n=number, k=key: s["state"][n].update({k: "q8"})
+            yield f"{where}: renamed", lambda s, n=number, k=key: s["state"][n].update({f"{k}_": s["state"][n].pop(k)})
+            if not isinstance(value, Tensor):
+                yield f"{where}: negative", lambda s, n=number, k=key: s["state"][n].update({k: -1})
+                yield f"{where}: fraction", lambda s, n=number, k=key: s["state"][n].update({k: 1.5})
+                yield f"{where}: NaN", lambda s, n=number, k=key: s["state"][n].update({k: float("nan")})
+                continue
+            for what, change in (
+                ("dtype", other_dtype),
+                ("complex", lambda t: t.to(torch.complex64)),
+                ("shape", lambda t: t.unsqueeze(0)),
+                ("flat", lambda t: t.reshape(-1) if t.ndim != 1 else t.reshape(1, -1)),
+                ("short", lambda t: t[:-1] if t.ndim else t.reshape(1)),
+                ("long", lambda t: torch.cat([t, t[:1]]) if t.ndim else t.reshape(1)),
+            ):
+                made = change(value)
+                yield f"{where}: {what}", lambda s, n=number, k=key, v=made: s["state"][n].update({k: v})
+            if value.is_floating_point():
+                yield f"{where}: one NaN", lambda s, n=number, k=key: poison(s, n, k)
+    for key in saved["param_groups"][0]:
+        if key not in ("param_names", "foreach", "fused", "capturable", "differentiable", "format", "backend", "seed"):
+            yield f"group {key}: text", lambda s, k=key: s["param_groups"][0].update({k: "none"})
+    yield "plan: another", lambda s: s["param_groups"][0].update(plan="fp32")
+    yield "plan: missing", lambda s: s["param_groups"][0].pop("plan")
+    yield "plan: unknown", lambda s: s["param_groups"][0].update(plan="int9")
+    yield "groups: none", lambda s: s.update(param_groups=[])
+    yield "groups: twice", lambda s: s["param_groups"].append(s["param_groups"][0])
+    yield "params: fewer", lambda s: s["param_groups"][0]["params"].pop()
+    yield "names: one other", lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "other")
+    yield "names: fewer", lambda s: s["param_groups"][0]["param_names"].pop()
+    yield "params: swapped", lambda s: s["param_groups"][0]["params"].reverse()
+    yield "state: no dict", lambda s: s.update(state=[])
+
+
+def poison(saved: dict[str, Any], number: int, key: str) -> None:
+    value = saved["state"][number][key].clone()
+    value.view(-1)[-1] = float("nan")
+    saved["state"][number][key] = value
+
+
+def refusal(opt: Any, saved: dict[str, Any]) -> str:
+    """What load_state_dict says against it; "" where it loads."""
+    try:
+        opt.load_state_dict(saved)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+PLANS = {
+    "int8_split24": (AdamW, {"w": (52, 79), "b": (7,)}),
+    "fp32_master": (AdamW, {"w": (3, 5), "b": (7,)}),
+    "came": (CAME, {"w": (52, 79), "x": (3, 5)}),
+    "flashoptim": (AdamW, {"w": (3, 5), "b": (7,)}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_single_change_is_refused_and_changes_nothing(plan: str) -> None:
+    cls, shapes = PLANS[plan]
+    case = (cls.__name__, plan if plan != "came" else "int8_split24", torch.bfloat16, shapes)
+    opt, params = fixture.optimizer(case)
+    fixture.train(opt, params, range(2))
+    saved = copy.deepcopy(opt.state_dict())
+    fixture.train(opt, params, range(2, 3))
+    before = everything(opt)
+    number = 0
+    for what, change in changes(saved):
+        broken = copy.deepcopy(saved)
+        change(broken)
+        assert "does not fit, nothing was loaded" in refusal(opt, broken), what
+        assert everything(opt) == before, what
+        number += 1
+    assert number > 60
+    opt.load_state_dict(saved)  # and as it was, it loads
+    assert everything(opt) != before
+
+
+@pytest.mark.parametrize("plan", ["int8_split24", "flashoptim"])
+def test_a_scale_that_is_no_number_is_refused(plan: str) -> None:
+    opt, params = fixture.optimizer(("AdamW", plan, torch.bfloat16, {"w": (52, 79)}))
+    fixture.train(opt, params, range(2))
+    saved = copy.deepcopy(opt.state_dict())
+    scale = saved["state"][0]["exp_avg_scale"]
+    if scale.is_floating_point():
+        scale[3, 1] = float("nan")
+    else:
+        scale[3, 1] = -1  # the upper half of a NaN's pattern under the sign
+    with pytest.raises(ValueError, match=r"exp_avg(_scale)?: expected numbers, \d+ of \d+ are NaN"):
+        opt.load_state_dict(saved)
+
+
+def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:
+    opt, params = fixture.optimizer(fixture.CASES[0])
+    fixture.train(opt, params, range(1))
+    saved = copy.deepcopy(opt.state_dict())
+    del saved["state"][1]
+    for other in (opt, fixture.optimizer(fixture.CASES[0])[0]):
+        with pytest.warns(UserWarning, match=r"no state for 1 parameters \(b\): they start anew"):
+            other.load_state_dict(saved)

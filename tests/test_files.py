@@ -1,0 +1,425 @@
+"""Checkpoint files: whole or not at all, refused when damaged, and back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from optgen import cast_model, load_checkpoint, save_checkpoint
+from optgen.optim import AdamW, Lion
+from optgen.runtime import checkpoint, files, low_bits, plans
+from optgen.runtime.files import CheckpointError
+
+KINDS = ["run.pt", "run.safetensors"]
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(52, 79)
+        self.norm = nn.BatchNorm1d(79)
+        self.head = nn.Linear(79, 52)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(3))
+
+
+def ready(seed: int = 0, steps: int = 2, plan: str = "int8_split24", cls: Any = AdamW) -> tuple[Net, Any]:
+    model = cast_model(Net(seed), torch.bfloat16)
+    opt = cls(model.named_parameters(), lr=0.01, plan={"bfloat16": plan, "float32": "fp32"}, seed=seed)
+    train(opt, range(steps))
+    return model, opt
+
+
+def train(opt: Any, steps: range) -> None:
+    for step in steps:
+        for i, p in enumerate(p for g in opt.param_groups for p in g["params"]):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).to(p.dtype)
+        opt.step()
+
+
+def everything(model: nn.Module, opt: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save([model.state_dict(), opt.state_dict(), [p.__dict__ for p in model.parameters()]], file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, name: str, steps: int) -> None:
+    """Also one that was saved before its first step: the low bits of its cast are in the file."""
+    extra = {"step": 7, "rng": torch.get_rng_state(), "list": [1.5, None, True, ("a", float("inf"))], 3: {}}
+    model, opt = ready(steps=steps)
+    save_checkpoint(tmp_path / name, opt, model, extra)
+    other, again = ready(seed=1, steps=1)
+    if steps == 0:
+        again.state.clear()
+    back = load_checkpoint(str(tmp_path / name), again, other)
+    assert torch.equal(back.pop("rng"), extra.pop("rng"))
+    assert back == extra
+    train(opt, range(2, 5))
+    train(again, range(2, 5))
+    assert everything(other, again) == everything(model, opt)
+    assert other.head.weight is other.embed.weight
+    assert [f.name for f in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_five_bytes_per_parameter(tmp_path: Path, name: str) -> None:
+    """Weights, low halves, two moments and their scales: 5.0625 bytes, and less than 16 KiB around them."""
+    model = nn.Linear(1024, 1024, bias=False).bfloat16()
+    opt = AdamW(model.parameters(), plan="int8_split24")
+    train(opt, range(1))
+    save_checkpoint(tmp_path / name, opt, model)
+    size = (tmp_path / name).stat().st_size
+    assert opt.memory().total == 5.0625 * 2**20
+    assert 5.0625 * 2**20 < size < 5.0625 * 2**20 + 16 * 2**10
+
+
+def test_the_file_is_one_that_torch_loads(tmp_path: Path) -> None:
+    model, opt = ready()
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    assert zipfile.ZipFile(tmp_path / "run.pt").testzip() is None
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "run.pt", weights_only=True, mmap=mmap)
+        assert torch.equal(found["model"]["embed.weight"], model.embed.weight)
+        _, plain = ready(seed=1)
+        plain.load_state_dict(found["optimizer"])
+    about = found["about"]
+    assert (about["class"], about["parameters"][0]) == (
+        "AdamW", {"key": "embed.weight", "shape": [52, 79], "dtype": "bfloat16"},
+    )  # fmt: skip
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    """Bits all over the file, some in its headers, and one of each of its last 200 bytes."""
+    model, opt = ready()
+    path = tmp_path / name
+    save_checkpoint(path, opt, model)
+    whole = path.read_bytes()
+    drawn = random.Random(0)
+    places = [drawn.randrange(len(whole)) for _ in range(200)]
+    places += [*range(0, 2000, 9), *range(len(whole) - 200, len(whole))]
+    before = everything(model, opt)
+    for place in places:
+        broken = bytearray(whole)
+        broken[place] ^= 1 << drawn.randrange(8)
+        path.write_bytes(broken)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path, opt, model)
+    assert everything(model, opt) == before
+
+
+@pytest.mark.slow
+def test_ten_thousand_flipped_bits(tmp_path: Path) -> None:
+    model, opt = ready()
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, opt, model)
+    whole = path.read_bytes()
+    drawn = random.Random(1)
+    for _ in range(10_000):
+        place = drawn.randrange(len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << drawn.randrange(8)]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError):
+            files.read(path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_shortened_file_is_refused(tmp_path: Path, name: str) -> None:
+    model, opt = ready()
+    path = tmp_path / name
+    save_checkpoint(path, opt, model)
+    whole = path.read_bytes()
+    before = everything(model, opt)
+    for length in [*range(0, len(whole), 1999), *range(len(whole) - 120, len(whole), 5)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path, opt, model)
+    for more in (b"\0", b"PK", whole):
+        path.write_bytes(whole + more)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path, opt, model)
+    assert everything(model, opt) == before
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("evil",)
+
+
+def saved_elsewhere(value: object) -> Callable[[Path], object]:
+    return lambda path: torch.save(value, path)
+
+
+def signed(value: object) -> Callable[[Path], None]:
+    """A file with a true checksum: its content must be refused all the same."""
+
+    def make(path: Path) -> None:
+        with path.open("wb") as file:
+            files._write_zip(file, value)  # type: ignore[arg-type]
+
+    return make
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda p: p.touch(), "does not begin like a file of torch.save"),
+    "text": (lambda p: p.write_text("PK? no"), "does not begin like a file of torch.save"),
+    "pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "does not begin like a file of torch.save"),
+    "torch.save": (saved_elsewhere({"state": {}}), "was not written by save_checkpoint; see `optgen convert`"),
+    "half a zip": (lambda p: p.write_bytes(b"PK\x03\x04" + bytes(500)), "was cut short"),
+    "code": (signed({"optgen_checkpoint": 1, "x": Evil()}), "cannot be loaded"),
+    "a list": (signed([1]), "holds a list, not a dict"),
+    "another dict": (signed({"state": {}}), "is no optgen checkpoint"),
+    "newer": (signed({"optgen_checkpoint": 2}), "expected a file of version 1, got 2"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_foreign_files_are_refused(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, text = FOREIGN[case]
+    make(tmp_path / "x.pt")
+    model, opt = ready()
+    before = everything(model, opt)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint("x.pt", opt, model)
+    assert text in str(caught.value)
+    assert everything(model, opt) == before
+    assert not Path("evil").exists()
+
+
+def test_safetensors_of_others_are_refused(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    model, opt = ready()
+    with pytest.raises(CheckpointError, match="is no optgen checkpoint"):
+        load_checkpoint(tmp_path / "x.safetensors", opt, model)
+
+
+def test_without_safetensors_there_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = ready()
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="need the package safetensors: pip install safetensors"):
+        save_checkpoint(tmp_path / "x.safetensors", opt, model)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what does not fit -----------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    model, opt = ready()
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, opt, model)
+    other, lion = ready(seed=1, cls=Lion)
+    wide = Net(1)
+    twelve = nn.Module()
+    twelve.a = nn.Parameter(torch.ones(3))
+    bare, bare_opt = ready(seed=1)
+    bare_path = tmp_path / "bare.pt"
+    save_checkpoint(bare_path, bare_opt)
+    master, master_opt = ready(seed=1, plan="fp32_master")
+    for at, m, o, text in (
+        (path, other, lion, "expected a checkpoint of Lion, got one of AdamW"),
+        (path, wide, opt, "model: embed.weight: expected float32 [52, 79], got bfloat16 [52, 79]"),
+        (path, twelve, opt, "model: embed.weight: not expected"),
+        (bare_path, model, opt, "it has no model: it was saved without one"),
+        (path, master, AdamW([master.head.bias]), "group 0: expected 1 parameters, got 4"),
+    ):
+        before = everything(m, o)
+        with pytest.raises(ValueError, match="nothing was loaded") as caught:
+            load_checkpoint(at, o, m)
+        assert text in str(caught.value)
+        assert everything(m, o) == before
+    load_checkpoint(path, master_opt, master)  # the plan comes with the checkpoint, as all options do
+    train(master_opt, range(2, 3))
+    train(opt, range(2, 3))
+    assert everything(master, master_opt) == everything(model, opt)
+    load_checkpoint(path, bare_opt)  # the optimizer alone
+    assert not torch.equal(bare.embed.weight, model.embed.weight)
+
+
+def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same fields, another curve: nothing but the numbers shows it."""
+    model, opt = ready()
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, opt, model)
+    variant, plan = next(
+        (v, plan)
+        for _, plan, v in (checkpoint.select(AdamW, opt.param_groups[0], p) for p in opt.param_groups[0]["params"])
+        if v.codec_name.endswith("bfloat16")
+    )
+    codec, name = plans.part(plan, "reference"), f"{variant.codec_name}_decode"
+    present = getattr(codec, name)
+
+    def another(*stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {k: v * 1.01 if k == "exp_avg_sq" else v for k, v in present(*stored).items()}
+
+    monkeypatch.setattr(codec, name, another)
+    before = everything(model, opt)
+    with pytest.raises(ValueError, match=r"exp_avg_sq was saved as .* it is not the plan that the checkpoint was made"):
+        load_checkpoint(path, opt, model)
+    assert everything(model, opt) == before
+
+
+def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path) -> None:
+    model, opt = ready()
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    other, again = ready(seed=1)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no")
+
+    other.register_load_state_dict_pre_hook(refuse)
+    before = everything(other, again)
+    with pytest.raises(RuntimeError, match="no"):
+        load_checkpoint(tmp_path / "run.pt", again, other)
+    assert everything(other, again) == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"rng": [np.zeros(3)]}, "extra['rng'][0]: expected tensors, numbers, strings"),
+        (np.float64(1), "extra: expected tensors, numbers, strings"),
+        ({"path": Path("x")}, "got pathlib"),
+        ([Evil()], "extra[0]:"),
+        ({"t": torch.ones(3, dtype=torch.bool).as_subclass(Sub)}, "extra['t']: expected a plain tensor, got Sub"),
+    ],
+)
+def test_what_would_need_code_to_load_is_not_saved(tmp_path: Path, extra: object, text: str) -> None:
+    model, opt = ready(steps=1)
+    with pytest.raises(TypeError) as caught:
+        save_checkpoint(tmp_path / "run.pt", opt, model, extra)
+    assert text in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- whole or not at all ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["write", "fsync", "replace"])
+def test_an_error_while_writing_leaves_the_old_file(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, opt = ready()
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, opt, model, "old")
+    old = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files._Hashing, "_put", full) if place == "write" else patch.setattr(os, place, full)
+        with pytest.raises((OSError, RuntimeError)):
+            save_checkpoint(path, opt, model, "new")
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+    save_checkpoint(path, opt, model, "new")
+    assert load_checkpoint(path, opt, model) == "new"
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+from pathlib import Path
+from torch import nn
+from optgen import load_checkpoint, save_checkpoint
+from optgen.optim import AdamW
+from optgen.runtime.files import CheckpointError
+
+torch.set_num_threads(1)
+path, runs = Path(sys.argv[1]), int(sys.argv[2])
+model = nn.Linear(700, 700, bias=False).bfloat16()
+opt = AdamW(model.parameters(), plan="int8_split24", backend="reference")
+model.weight.grad = torch.ones_like(model.weight)
+opt.step()
+
+def write(number):
+    with torch.no_grad():
+        model.weight.fill_(number % 128)
+    save_checkpoint(path, opt, model, number)
+
+write(0)
+start = time.perf_counter()
+write(0)
+once = time.perf_counter() - start
+drawn = random.Random(1)
+seen = interrupted = run = 0
+while run < runs or interrupted < runs // 2:  # most of a save is no writing
+    run += 1
+    assert run < 20 * runs
+    child = os.fork()
+    if not child:
+        number = seen
+        while True:
+            number += 1
+            write(number)
+    time.sleep(drawn.uniform(0.5, 3) * once)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    number = load_checkpoint(path, opt, model)
+    assert number >= seen, (number, seen)
+    assert (model.weight == number % 128).all()
+    interrupted += sum(f.suffix == ".tmp" for f in path.parent.iterdir())
+    for left in path.parent.glob(".*.tmp"):
+        left.unlink()
+    seen = number
+print(seen, interrupted)
+"""
+
+
+def kill_while_saving(path: Path, runs: int) -> tuple[int, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path), str(runs)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    written, interrupted = done.stdout.split()
+    return int(written), int(interrupted)
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    """SIGKILL at any time leaves a file that loads: the old one, or a whole new one."""
+    written, interrupted = kill_while_saving(tmp_path / "run.pt", 8)
+    assert written > 0  # some saves were finished,
+    assert interrupted >= 4  # others not
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_killed_two_hundred_times_while_saving(tmp_path: Path, name: str) -> None:
+    _, interrupted = kill_while_saving(tmp_path / name, 200)
+    assert interrupted >= 100
+
+
+def test_low_bits_in_the_file_are_not_shared(tmp_path: Path) -> None:
+    model, opt = ready(steps=0)
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    other, again = ready(seed=1, steps=0)
+    load_checkpoint(tmp_path / "run.pt", again, other)
+    assert torch.equal(low_bits.exact(other.embed.weight), low_bits.exact(model.embed.weight))
+    assert copy.deepcopy(other).embed.weight.__dict__.keys() == model.embed.weight.__dict__.keys()

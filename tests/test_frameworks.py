@@ -1,0 +1,223 @@
+"""Training frameworks as their users use them: the examples, stopped and resumed, are bit for bit one run.
+
+Where a framework is not installed its tests are skipped: they come with `pip install optgen[test]`; torchtitan is
+installed by hand, because it asks for data sets and loggers that nothing here needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optgen.optim import AdamW
+from tests.harness import same_bits
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched: models are random, data made up
+
+
+def example(name: str, *needs: str) -> ModuleType:
+    for package in needs:
+        pytest.importorskip(package)
+    found = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return same_states([*map(Tensor.detach, a.parameters())], [*map(Tensor.detach, b.parameters())])
+
+
+def same_states(a: Any, b: Any) -> bool:
+    """Of two state dicts: the same tensors, numbers and options."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and same_bits(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_states(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same_states(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def bare(optimizer: Any) -> AdamW:
+    """Out of the framework's wrapper."""
+    found = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(found, AdamW)
+    return found
+
+
+# -- Hugging Face Trainer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ready", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"bf16": True, "gradient_accumulation_steps": 2}),
+    ],
+    ids=["class", "ready", "bf16-accumulated"],
+)
+def test_trainer_stopped_and_resumed(tmp_path: Path, ready: bool, options: dict[str, Any]) -> None:
+    hf = example("hf_trainer", "transformers", "accelerate")
+    whole = hf.trainer(tmp_path / "whole", 8, ready=ready, **options)
+    whole.train()
+    again = hf.trainer(tmp_path / "whole", 8, ready=ready, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert same_weights(whole.model, again.model)
+    ours, theirs = bare(whole.optimizer), bare(again.optimizer)
+    assert same_states(ours.state_dict(), theirs.state_dict())
+    assert all(theirs.state[p]["step"] == 8 for p in again.model.parameters())
+    stored = {v.dtype for kept in ours.state.values() for v in kept.values() if isinstance(v, Tensor)}
+    assert torch.int8 in stored or torch.uint8 in stored  # what was resumed were codes
+    assert whole.state.log_history[-1]["train_loss"] < 4.0  # log(64) is 4.16
+
+
+def test_trainer_makes_groups_with_and_without_decay(tmp_path: Path) -> None:
+    hf = example("hf_trainer", "transformers", "accelerate")
+    made = hf.trainer(tmp_path, 1)
+    optimizer = made.create_optimizer()
+    assert isinstance(optimizer, AdamW)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert all(g["betas"] == (0.9, 0.95) for g in optimizer.param_groups)
+
+
+# -- accelerate -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Its settings are the process's: another precision needs another start."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize(("precision", "every"), [("no", 1), ("bf16", 2)])
+def test_accelerate_stopped_and_resumed(tmp_path: Path, precision: str, every: int) -> None:
+    loop = example("accelerate_loop", "accelerate")
+    options = {"precision": precision, "every": every}
+    whole = loop.run(tmp_path / "whole", 8, **options)
+    loop.run(tmp_path / "part", 8, stop=4, **options)
+    again = loop.run(tmp_path / "part", 8, resume=True, **options)
+    assert same_weights(whole, again)
+    assert not same_weights(whole, loop.network())
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_prepare_changes_no_state_of_an_optimizer_that_has_stepped() -> None:
+    """`prepare` loads the optimizer's own state dict into it."""
+    accelerate = pytest.importorskip("accelerate")
+    model = example("accelerate_loop", "accelerate").network()
+    optimizer = AdamW(model.parameters(), plan="int8_split24")
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    before = {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
+              for p, kept in optimizer.state.items()}  # fmt: skip
+    prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    assert same_states(before, dict(prepared.optimizer.state))
+
+
+# -- Lightning --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}], ids=["plain", "bf16-accumulated"]
+)
+def test_lightning_stopped_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+    pl = example("lightning_module", "lightning")
+    whole = pl.fit(tmp_path / "whole", 8, **options)
+    again = pl.fit(tmp_path / "rest", 8, resume=tmp_path / "whole" / "step4.ckpt", **options)
+    assert int(whole.seen) == int(again.seen) == 8 * options.get("accumulate_grad_batches", 1)
+    assert same_weights(whole, again)
+    ends = [tmp_path / folder / "step8.ckpt" for folder in ("whole", "rest")]
+    states = [torch.load(path, weights_only=True)["optimizer_states"] for path in ends]
+    assert same_states(*states)
+    assert states[0][0]["state"][0]["step"] == 8
+
+
+# -- torchtitan -------------------------------------------------------------------------------------------
+
+
+def test_torchtitan_stopped_and_resumed() -> None:
+    pytest.importorskip("tyro")
+    titan = example("torchtitan_container", "torchtitan")
+    whole, part, rest = titan.network(), titan.network(), titan.network()
+    titan.train(whole, titan.container(whole), 0, 8)
+    stopped = titan.container(part)
+    titan.train(part, stopped, 0, 4)
+    saved = stopped.state_dict()
+    assert not any(key.endswith(("plan.None",)) for key in saved)
+    resumed = titan.container(rest)
+    resumed.load_state_dict(saved)
+    rest.load_state_dict(part.state_dict())
+    titan.train(rest, resumed, 4, 8)
+    assert same_weights(whole, rest)
+
+
+def test_torchtitan_makes_states_without_a_change_of_weights() -> None:
+    """Its state_dict() steps once with lr = 0 and zero gradients where there are no states yet."""
+    pytest.importorskip("tyro")
+    titan = example("torchtitan_container", "torchtitan")
+    model, fresh = titan.network(), titan.network()
+    assert titan.container(model).state_dict()
+    assert same_weights(model, fresh)
+
+
+# -- groups as timm makes them, and plain torch -----------------------------------------------------------
+
+
+def test_groups_of_timm() -> None:
+    """By timm's documented protocol: its package cannot be imported beside a CPU build of torch."""
+    timm = example("timm_groups")
+    model, other = timm.network(), timm.network()
+    groups = timm.groups(model, 0.05, 0.5)
+    assert sorted({g["lr_scale"] for g in groups}) == [0.5**5, 0.5**4, 1.0]
+    assert [g["weight_decay"] for g in groups] == [0.05, 0.0, 0.0, 0.05, 0.0]
+    ours = AdamW(groups, lr=1e-2, plan="fp32")
+    timm.train(model, ours, 0, 1)
+    theirs = torch.optim.AdamW(timm.groups(other, 0.05, 0.5), lr=1e-2)
+    timm.train(other, theirs, 0, 1)
+    for group in ours.param_groups:
+        assert group["lr"] == 1e-2 * group["lr_scale"]
+        for p in group["params"]:
+            # The first step is lr * (about the sign of g): an update of at most lr, whose ten-odd roundings are half
+            # an ulp each in both, and two roundings of the weight.
+            q = dict(zip(model.parameters(), other.parameters(), strict=True))[p]
+            slack = 2 * 16 * 2**-24 * group["lr"] + 4 * 2**-24 * p.detach().abs()
+            assert ((p - q).abs() <= slack).all()
+    timm.train(model, ours, 1, 3)
+
+
+def test_gradient_release_in_plain_torch() -> None:
+    release = example("gradient_release")
+    (a, opt_a), (b, opt_b) = (release.train(4, released=way) for way in (True, False))
+    assert same_weights(a, b)
+    assert opt_a.state_dict()["state"].keys() == opt_b.state_dict()["state"].keys()
+    model, optimizer = release.train(3, accumulate=3)
+    assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
+
+
+def test_data_parallel_by_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "distributed.py"), "--steps", "3", "--way", "ddp"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("2 ranks, the same weights")

@@ -1,0 +1,450 @@
+"""Full weights: kept through a cast until an optimizer takes them, read out, and put back in."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optgen import cast_model
+from optgen.optim import AdamW, ScheduleFreeAdamW
+from optgen.runtime import low_bits, state, weights
+
+NARROW = [torch.bfloat16, torch.float16]
+
+
+class Net(nn.Module):
+    """Tied weights, a vector, a matrix that is large enough for 8-bit states, a norm that stays fp32, buffers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 8)
+        self.body = nn.Linear(8, 520)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(3, 4), requires_grad=False)
+        self.register_buffer("scale", torch.randn(5))
+        self.register_buffer("ids", torch.arange(4))
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def still(model: nn.Module, plan: str, **options: Any) -> AdamW:
+    """An optimizer whose step changes no weight."""
+    plans = {"bfloat16": plan, "float16": plan, "float32": "fp32"}
+    return AdamW(trained(model), lr=0.0, weight_decay=0.0, plan=plans, **options)
+
+
+def zero_step(opt: Any) -> None:
+    for group in opt.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    opt.step()
+
+
+def patterns(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(torch.int32)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and a[k].numpy().tobytes() == b[k].numpy().tobytes()
+        for k in a
+    )
+
+
+def everything(opt: Any, model: nn.Module) -> object:
+    """Bits of the model, of the states, and of what waits beside the parameters."""
+    file = io.BytesIO()
+    torch.save([model.state_dict(), opt.state_dict(), [p.__dict__ for p in model.parameters()]], file)
+    return file.getvalue()
+
+
+# -- what a cast keeps ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_bit_comes_back(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patterns around every value of the narrow dtype (ties above all), random ones, subnormals, Inf and NaN."""
+    monkeypatch.setattr(low_bits, "CHUNK", 10_000)
+    near = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).to(torch.float32).view(torch.int32)
+    half = 2 ** (15 if dtype == torch.bfloat16 else 12)
+    drawn = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    every = torch.cat([near + d for d in (0, 1, -1, half - 1, half, half + 1, -half, -half - 1)] + [drawn])
+    exact = every.view(torch.float32).reshape(3, -1)
+    p = nn.Parameter(exact.to(dtype))
+    low_bits.keep(p, exact)
+    back = low_bits.exact(p)
+    assert back is not None
+    assert torch.equal(patterns(back), patterns(exact))
+    if dtype == torch.bfloat16:  # ties that were rounded down, and NaNs, are all that does not fit 16 bits
+        apart = p.__dict__[low_bits.ATTRIBUTE]["at"].numel()
+        assert apart < 2**17
+
+
+def test_bytes_while_it_waits() -> None:
+    p = nn.Parameter(torch.randn(300, 300))
+    exact = p.detach().clone()
+    p.data = exact.bfloat16()
+    low_bits.keep(p, exact)
+    kept = p.__dict__[low_bits.ATTRIBUTE]
+    assert sum(t.numel() * t.element_size() for t in kept.values() if isinstance(t, Tensor)) <= 2.01 * p.numel()
+    rounded = nn.Parameter(exact.bfloat16())
+    low_bits.keep(rounded, rounded.detach().float())
+    assert low_bits.ATTRIBUTE not in rounded.__dict__  # nothing was lost, nothing is kept
+
+
+EDITS: dict[str, Callable[[nn.Parameter], object]] = {
+    "copy": lambda p: p.copy_(torch.randn_like(p)),
+    "data": lambda p: p.data.copy_(torch.randn_like(p)),
+    "swap": lambda p: p.data.copy_(p.data.flip(0)),
+    "one": lambda p: p.view(-1)[3].add_(1),
+    "dtype": lambda p: setattr(p, "data", p.data.float()),
+    "shape": lambda p: setattr(p, "data", p.data[:3].clone()),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_another_weight_has_no_low_bits(edit: str) -> None:
+    model = cast_model(nn.Linear(8, 8), torch.bfloat16)
+    assert low_bits.exact(model.weight) is not None
+    with torch.no_grad():
+        EDITS[edit](model.weight)
+    assert low_bits.exact(model.weight) is None
+    opt = AdamW(model.named_parameters(), lr=0.0, weight_decay=0.0, plan={"bfloat16": "split32", "float32": "fp32"})
+    shown = model.weight.detach().float()
+    assert torch.equal(opt.master_weights()["weight"], shown)
+
+
+def test_a_cast_that_no_optimizer_meets() -> None:
+    model = Net()
+    exact = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    cast_model(model, torch.bfloat16)
+    assert set(model.state_dict()) == set(exact)
+    assert {n for n, _ in model.named_buffers()} == {n for n, _ in Net().named_buffers()}
+    assert low_bits.ATTRIBUTE not in model.frozen.__dict__
+    assert low_bits.ATTRIBUTE not in model.norm.weight.__dict__
+    file = io.BytesIO()
+    torch.save({"sd": model.state_dict(), "parameter": model.body.weight}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded["parameter"], model.body.weight)
+    assert list(loaded["sd"]) == list(exact)
+    ref = weakref.ref(model.body.weight.__dict__[low_bits.ATTRIBUTE]["low"])
+    cast_model(model, torch.bfloat16)  # again: nothing is lost by it
+    assert ref() is not None
+    model.body.weight = nn.Parameter(torch.zeros(1))  # who drops a parameter drops its bits
+    gc.collect()
+    assert ref() is None
+    cast_model(model, torch.float32)
+    assert torch.equal(model.embed.weight, exact["embed.weight"])  # back, it is the fp32 model that it was
+    assert low_bits.ATTRIBUTE not in model.embed.weight.__dict__
+    off = cast_model(Net(), torch.bfloat16, low_bits=False)
+    assert all(low_bits.ATTRIBUTE not in p.__dict__ for p in off.parameters())
+
+
+def test_models_without_numbers_are_cast_too() -> None:
+    with torch.device("meta"):
+        model = Net()
+    assert cast_model(model, torch.bfloat16).body.weight.dtype == torch.bfloat16
+    assert low_bits.ATTRIBUTE not in model.body.weight.__dict__
+    model = cast_model(Net(), torch.bfloat16, keep=["body"])
+    assert low_bits.ATTRIBUTE not in model.body.weight.__dict__
+    assert low_bits.ATTRIBUTE in model.embed.weight.__dict__
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    found: nn.Module = torch.load(file, weights_only=False)
+    return found
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "saved whole": through_pickle,
+    "pickle, then deepcopy": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
+}
+
+
+@pytest.mark.parametrize("copier", COPIES)
+def test_copies_of_a_cast_model_start_from_the_same_weights(copier: str) -> None:
+    model = Net()
+    exact = {name: p.detach().clone() for name, p in trained(model)}
+    made = COPIES[copier](cast_model(model, torch.bfloat16))
+    assert made.head.weight is made.embed.weight
+    opt = still(made, "split32")
+    zero_step(opt)
+    assert same(opt.master_weights(), exact)
+    assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in made.parameters())  # taken
+    assert low_bits.ATTRIBUTE in model.body.weight.__dict__
+
+
+def test_an_optimizer_copied_before_its_first_step() -> None:
+    model = Net()
+    exact = {name: p.detach().clone() for name, p in trained(model)}
+    opt = still(cast_model(model, torch.bfloat16), "split32")
+    for made in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        zero_step(made)
+        assert same(made.master_weights(), exact)
+
+
+# -- from fp32 weights through a first step --------------------------------------------------------------------
+
+
+def half_code(plan: str, dtype: torch.dtype, exact: Tensor) -> Tensor:
+    """What the plan may lose of a weight, in places of the fp32 pattern: half of what its last stored bit is worth.
+
+    24 bits of bf16 leave 8 of fp32's; fp16 with 8 more has 18 of 23 bits of mantissa, below 2^-14 fewer.
+    """
+    if plan in ("fp32_master", "split32") and dtype == torch.bfloat16 or plan == "fp32_master":
+        return torch.zeros_like(exact, dtype=torch.int64)
+    if dtype == torch.bfloat16:
+        return torch.full_like(exact, 2**7, dtype=torch.int64)
+    _, exponent = torch.frexp(exact)  # |x| in [2^(e-1), 2^e)
+    bits = 8 if plan.endswith("split24") else 16
+    lost = (23 - 10 - bits) + (-13 - exponent).clamp(min=0)
+    return torch.where(lost > 0, torch.exp2((lost - 1).double()), 0.0).to(torch.int64)
+
+
+KEEPING = ["fp32_master", "split32", "int8_split24", "int8_rn_split24", "bf16_kahan"]
+
+
+# What is kept is made by the same code for every backend; few cases show that their kernels go on from it.
+@pytest.mark.parametrize(
+    ("plan", "dtype", "backend"),
+    [(plan, dtype, "reference") for plan in KEEPING for dtype in NARROW]
+    + [("split32", torch.bfloat16, backend) for backend in ("triton", "cpp")]
+    + [("int8_split24", torch.float16, "cpp")],
+)
+def test_starting_from_fp32_loses_nothing(plan: str, dtype: torch.dtype, backend: str) -> None:
+    model = Net()
+    before = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    cast_model(model, dtype)
+    opt = still(model, plan, backend=backend)
+    assert same(opt.master_state_dict(model), before | {"frozen": before["frozen"].to(dtype).float(),
+                                                       "scale": before["scale"].to(dtype).float()})  # fmt: skip
+    zero_step(opt)
+    after = opt.master_state_dict(model)
+    assert list(after) == list(before)
+    for name, p in trained(model):
+        exact, got = before[name], after[name]
+        if plan == "bf16_kahan" and p.dtype != torch.float32:
+            # what the cast took away, rounded to the weight's dtype in turn (absolute for fp16 subnormals)
+            lost = (exact - exact.to(dtype).float()).abs()
+            places = 2**-8 if dtype == torch.bfloat16 else 2**-11  # half a last place
+            assert ((got - exact).abs() <= (lost * places).clamp(min=2.0**-25 if dtype == torch.float16 else 0)).all()
+        elif p.dtype != torch.float32:
+            off = (patterns(got).long() - patterns(exact).long()).abs()
+            assert (off <= half_code(plan, dtype, exact)).all(), name
+        else:
+            assert torch.equal(got, exact)
+        assert not weights.edited(p, got)
+    assert after["head.weight"].equal(after["embed.weight"])
+    fp32 = Net(1)
+    fp32.load_state_dict(after)
+    assert torch.equal(fp32.body.weight, after["body.weight"])
+
+
+def test_without_a_place_for_low_bits_none_are_kept() -> None:
+    model = cast_model(Net(), torch.bfloat16)
+    shown = model.body.weight.detach().clone()
+    opt = still(model, "bf16")
+    zero_step(opt)
+    assert torch.equal(model.body.weight, shown)
+    assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
+    opt.load_master_state_dict(model, Net(1).state_dict())
+    assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
+
+
+def test_states_that_start_as_the_weight_start_as_the_full_one() -> None:
+    model = nn.Linear(9, 5)
+    exact = model.weight.detach().clone()
+    cast_model(model, torch.bfloat16)
+    opt = ScheduleFreeAdamW(model.named_parameters(), lr=0.0, weight_decay=0.0, plan="int8_split24")
+    zero_step(opt)
+    dense = opt.dense_state_dict()["state"][0]
+    (start,) = [name for name, first in _variant(opt, model.weight).init.items() if first == "param"]
+    assert torch.equal(dense[start], exact)
+
+
+def _variant(opt: Any, p: Tensor) -> Any:
+    from optgen.runtime import checkpoint
+
+    return checkpoint.select(type(opt), opt.param_groups[0], p)[2]
+
+
+def test_moved_between_devices_while_it_waits() -> None:
+    """`module.to(device)` puts other data into the same parameter: of the same bits."""
+    model = nn.Linear(9, 5)
+    exact = model.weight.detach().clone()
+    cast_model(model, torch.bfloat16)
+    model.weight.data = model.weight.data.clone()
+    assert torch.equal(low_bits.exact(model.weight), exact)
+
+
+# -- putting weights in ----------------------------------------------------------------------------------------
+
+
+def ready(when: str, plan: str = "split32") -> tuple[Net, AdamW]:
+    model = cast_model(Net(), torch.bfloat16)
+    opt = AdamW(trained(model), lr=0.01, plan={"bfloat16": plan, "float32": "fp32"})
+    if when == "running":
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+        opt.step()
+    return model, opt
+
+
+@pytest.mark.parametrize("when", ["fresh", "running"])
+@pytest.mark.parametrize("plan", ["split32", "fp32_master", "int8_split24"])
+def test_loaded_weights_are_exact(when: str, plan: str) -> None:
+    model, opt = ready(when, plan)
+    other = Net(3).state_dict()
+    other["norm.running_mean"] += 1
+    moments = {name: dict(opt.state.get(p, {})) for name, p in trained(model)}
+    opt.load_master_state_dict(model, other)
+    for name, p in trained(model):
+        assert (p in opt.state) is (when == "running")
+        assert opt.state.get(p, {}) == moments[name]  # the same tensors: low halves are written in place
+    assert torch.equal(model.norm.running_mean, other["norm.running_mean"])
+    assert torch.equal(model.ids, other["ids"])
+    zero = [dict(group) for group in opt.param_groups]
+    for group in opt.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    zero_step(opt)
+    got = opt.master_state_dict(model)
+    for name in other:
+        if name in ("frozen", "scale"):
+            assert torch.equal(got[name], other[name].bfloat16().float())
+        elif plan == "int8_split24" and other[name].is_floating_point() and not name.startswith("norm"):
+            assert ((patterns(got[name]).long() - patterns(other[name]).long()).abs() <= 2**7).all()
+        else:
+            assert torch.equal(got[name], other[name]), name
+    assert zero[0]["lr"] == 0.01
+
+
+def test_loaded_into_fp32_then_cast() -> None:
+    source, opt = ready("running")
+    saved = opt.master_state_dict(source)
+    model = Net(5)
+    model.load_state_dict(saved)
+    cast_model(model, torch.bfloat16)
+    again = AdamW(trained(model), plan={"bfloat16": "split32", "float32": "fp32"})
+    again.load_state_dict(opt.state_dict())  # its low bits are those of the same weights
+    assert same(again.master_state_dict(model), saved)
+    for name, p in trained(source):
+        p.grad = torch.ones_like(p)
+        dict(trained(model))[name].grad = torch.ones_like(p)
+    opt.step()
+    again.step()
+    assert same(again.master_weights(), opt.master_weights())
+
+
+def test_moments_of_torch_meet_low_bits_of_the_cast() -> None:
+    """torch.optim's checkpoint has no low bits; those that the cast kept are taken when it is loaded."""
+    model = Net()
+    oracle = torch.optim.AdamW(trained(model), lr=0.01)
+    zero_step(oracle)
+    exact = {name: p.detach().clone() for name, p in trained(model)}
+    cast_model(model, torch.bfloat16)
+    opt = AdamW(trained(model), plan={"bfloat16": "split32", "float32": "fp32"})
+    saved = copy.deepcopy(oracle.state_dict())
+    saved["param_groups"][0].pop("plan", None)
+    opt.load_state_dict(saved)
+    assert same(opt.master_weights(), exact)
+    assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "missing": (lambda s: s.pop("body.bias"), "body.bias: expected bfloat16 [520], it is missing"),
+    "extra": (lambda s: s.update(mu=torch.ones(1)), "mu: not expected"),
+    "shape": (lambda s: s.update({"body.weight": torch.ones(8, 520)}), "[520, 8], got float32 [8, 520]"),
+    "integers": (lambda s: s.update({"body.bias": torch.ones(520).int()}), "expected bfloat16 [520], got int32"),
+    "no tensor": (lambda s: s.update({"body.bias": 3}), "body.bias: expected bfloat16 [520], got 3"),
+    "buffer": (lambda s: s.update({"ids": torch.ones(4)}), "ids: expected int64 [4], got float32 [4]"),
+    "tied": (lambda s: s.update({"head.weight": s["head.weight"] + 1}), "head.weight: it is tied to embed.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+@pytest.mark.parametrize("when", ["fresh", "running"])
+def test_weights_that_do_not_fit_change_nothing(case: str, when: str) -> None:
+    model, opt = ready(when)
+    saved = {name: t.clone() for name, t in Net(3).state_dict().items()}
+    change, text = MISFITS[case]
+    change(saved)
+    before = everything(opt, model)
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        opt.load_master_state_dict(model, saved)
+    assert text in str(caught.value)
+    assert everything(opt, model) == before
+    if case in ("missing", "extra"):
+        opt.load_master_state_dict(model, saved, strict=False)
+        assert torch.equal(opt.master_state_dict(model)["embed.weight"], saved["embed.weight"])
+
+
+def test_another_model_is_refused() -> None:
+    model, opt = ready("running")
+    other = copy.deepcopy(model)
+    for call in (lambda: opt.master_state_dict(other), lambda: opt.load_master_state_dict(other, Net().state_dict())):
+        with pytest.raises(ValueError, match="none of the model's 6 parameters is in this optimizer"):
+            call()
+    with pytest.raises(TypeError, match="takes a state dict, got 3"):
+        opt.load_master_state_dict(model, 3)  # type: ignore[arg-type]
+
+
+def test_names_of_a_wrapped_model_are_its_own() -> None:
+    model, opt = ready("running")
+    wrapped = nn.ModuleDict({"module": model})
+    assert list(opt.master_state_dict(wrapped)) == [f"module.{name}" for name in model.state_dict()]
+
+
+# -- weights that somebody else changes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["fp32_master", "bf16_kahan"])
+def test_an_edit_that_contradicts_the_kept_weight_is_found(plan: str) -> None:
+    model, opt = ready("running", plan)
+    with torch.no_grad():
+        model.body.weight.data[0, 0] = 3.0 if plan == "fp32_master" else 2.0**-20
+    for call in (opt.master_weights, lambda: opt.master_state_dict(model)):
+        with pytest.raises(RuntimeError, match=r"'body.weight' .* was changed by something else than the optimizer"):
+            call()
+    shown = model.state_dict()
+    opt.load_master_state_dict(model, shown)  # the way on that the error names
+    got = opt.master_state_dict(model)
+    assert all(torch.equal(got[name], shown[name].float()) for name, _ in trained(model))
+
+
+def test_an_edit_of_split_weights_costs_at_most_half_a_place() -> None:
+    """The low half of any weight fits every other: what it adds to the new one is below half of its last place."""
+    model, opt = ready("running", "split32")
+    new = torch.randn(520, 8).bfloat16()
+    model.body.weight.data.copy_(new)
+    got = opt.master_weights()["body.weight"]
+    assert ((patterns(got).long() - patterns(new.float()).long()).abs() <= 2**15).all()
+    opt.load_master_state_dict(model, model.state_dict())
+    assert torch.equal(opt.master_weights()["body.weight"], new.float())
+
+
+def test_parameters_moved_after_their_states_were_made() -> None:
+    model, opt = ready("running")
+    p = model.body.bias
+    variant = _variant(opt, p)
+    with pytest.raises(RuntimeError, match=r"moved .* opt.load_state_dict\(opt.state_dict\(\)\)"):
+        state.check(variant, torch.empty_like(p, device="meta"), opt.state[p], "body.bias")

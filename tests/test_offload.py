@@ -1,0 +1,219 @@
+"""States in host memory.  Without an accelerator the machinery is given another reading of "device": tensors on the CPU
+that must be copied before they are worked on; what moves, waits and steps is what moves, waits and steps on a GPU."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen.optim as optim
+from optgen.runtime import Optimizer, offload, state
+from tests.harness import same_bits
+from tests.test_release import Net, net, pair, same, train
+
+
+class Watched(offload.Plain):
+    """Slow copies that say when each piece of work began and ended."""
+
+    def __init__(self, events: list[str], pause: float = 0.0) -> None:
+        self.events, self.pause = events, pause
+
+    def fetch(self, pairs: Sequence[offload.Pair]) -> None:
+        self.events.append(f"fetch {len(pairs)}")
+        super().fetch(pairs)
+        time.sleep(self.pause)
+
+    def send(self, pairs: Sequence[offload.Pair]) -> None:
+        for written, read in pairs:
+            written.copy_(read)
+        self.events.append(f"send {len(pairs)}")
+
+
+def moved(opt: Optimizer, events: list[str] | None = None, pause: float = 0.0) -> Optimizer:
+    """An optimizer for which the CPU is a device to be moved from."""
+    log = [] if events is None else events
+    opt._offload = offload.Offload(lambda _: Watched(log, pause), resident=())
+    for group in opt.param_groups:
+        group["offload"] = True
+    return opt
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks for the parameters of a small model."""
+    monkeypatch.setattr(offload, "CHUNK", 20_000)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "CAME", "LAMB", "Muon", "Prodigy", "ScheduleFreeAdamW"])
+def test_the_bits_are_those_of_the_cpp_backend(name: str) -> None:
+    def make(m: Net) -> Optimizer:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        return getattr(optim, name)(m.named_parameters(), backend="cpp", seed=3, **options)
+
+    a, opt_a, b, opt_b = pair(make, vectors=name != "CAME")
+    train(opt_a, a, 5)
+    events: list[str] = []
+    train(moved(opt_b, events), b, 5)
+    same(a, b, opt_a, opt_b)
+    chunks = len([e for e in events if e.startswith("fetch")])
+    assert chunks == 5 if name == "Prodigy" else chunks > 5  # sums over the model: one chunk per step
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_copies_go_on_while_the_host_computes() -> None:
+    """The next chunk is fetched before the one before it is sent back, and never more than two are on their way."""
+    model = net(torch.float32)
+    events: list[str] = []
+    opt = moved(optim.AdamW(model.named_parameters(), backend="reference"), events)
+    model.loss(1).backward()
+    opt.step()
+    open_chunks, most = 0, 0
+    for e in events:
+        open_chunks += 1 if e.startswith("fetch") else -1
+        most = max(most, open_chunks)
+    assert open_chunks == 0
+    assert most == 2
+    assert len(opt._offload._rooms) == 2
+
+
+def test_parameters_on_the_cpu_stay_where_they_are() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    opt_b.param_groups[0]["offload"] = True
+    train(opt_a, a, 3)
+    train(opt_b, b, 3)
+    same(a, b, opt_a, opt_b)
+    assert not opt_b._offload._rooms
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_groups_that_stay_beside_groups_that_leave() -> None:
+    def make(m: Net) -> Optimizer:
+        inner = [m.inner.weight, m.inner.bias]
+        rest = [p for p in m.parameters() if all(p is not q for q in inner)]
+        return optim.AdamW([{"params": inner, "lr": 1e-2}, {"params": rest}], backend="cpp")
+
+    a, opt_a, b, opt_b = pair(make)
+    moved(opt_b).param_groups[0]["offload"] = False
+    train(opt_a, a, 4)
+    train(opt_b, b, 4)
+    same(a, b, opt_a, opt_b)
+    assert state._HOME not in vars(b.inner.weight)
+    assert state.home(b.outer.weight) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_turned_on_and_off_between_steps() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    moved(opt_b)
+    for k, on in enumerate((False, True, True, False, True)):
+        opt_b.param_groups[0]["offload"] = on
+        for model, opt in ((a, opt_a), (b, opt_b)):
+            model.loss(k).backward()
+            opt.step()
+            opt.zero_grad()
+        assert (state._HOME in vars(b.outer.weight)) is on
+    same(a, b, opt_a, opt_b)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_together_with_gradient_release() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    moved(opt_b).release_gradients(b)
+    train(opt_a, a, 4)
+    train(opt_b, b, 4)
+    same(a, b, opt_a, opt_b)
+    assert all(p.grad is None for p in b.parameters())
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_checkpoints_are_the_same_with_and_without() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    moved(opt_b)
+    train(opt_a, a, 3)
+    train(opt_b, b, 3)
+    file = io.BytesIO()
+    torch.save({"model": b.state_dict(), "opt": opt_b.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    c = net()
+    c.load_state_dict(saved["model"])
+    opt_c = optim.AdamW(c.named_parameters(), backend="cpp")
+    opt_c.load_state_dict(saved["opt"])
+    assert not opt_c.param_groups[0].get("offload")  # how it ran, not what it learned
+    for model, opt in ((a, opt_a), (b, opt_b), (c, opt_c)):
+        opt.param_groups[0]["lr"] = 1e-3
+        model.loss(7).backward()
+        opt.step()
+    same(a, b, opt_a, opt_b)
+    same(a, c, opt_a, opt_c)
+    for (name, x), y in zip(opt_a.master_weights().items(), opt_b.master_weights().values(), strict=True):
+        assert same_bits(x, y), name
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_options_are_refused_before_anything_changes() -> None:
+    model = net()
+    opt = moved(optim.AdamW(model.named_parameters(), lr=1e-2))
+    before = [p.detach().clone() for p in model.parameters()]
+    model.loss(1).backward()
+    for key, value, message in (("lr", -1.0, "lr"), ("backend", "triton", "offload=True updates on the host")):
+        old, opt.param_groups[0][key] = opt.param_groups[0][key], value
+        with pytest.raises(ValueError, match=message):
+            opt.step()
+        opt.param_groups[0][key] = old
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not opt.state
+    opt.step()
+    with pytest.raises(TypeError, match="offload"):
+        optim.AdamW([{"params": [nn.Parameter(torch.ones(2))], "offload": "yes"}])
+
+
+def test_rules_over_the_model_are_all_or_nothing() -> None:
+    model = net()
+    opt = optim.Prodigy([{"params": [model.inner.weight]}, {"params": [model.outer.weight]}])
+    moved(opt).param_groups[0]["offload"] = False
+    model.loss(0).backward()
+    with pytest.raises(ValueError, match="offload=True must hold for all parameters, or for none"):
+        opt.step()
+    assert not opt.state
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_an_error_of_the_host_reaches_the_caller() -> None:
+    class Broken(offload.Plain):
+        def send(self, pairs: Sequence[offload.Pair]) -> Any:
+            raise OSError("the link is down")
+
+    model = net()
+    opt = moved(optim.AdamW(model.named_parameters()))
+    opt._offload = offload.Offload(lambda _: Broken(), resident=())
+    model.loss(1).backward()
+    with pytest.raises(OSError, match="the link is down"):
+        opt.step()
+    assert all(isinstance(p.grad, Tensor) for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["AdamW", "LAMB"])
+def test_on_a_gpu_the_bits_are_those_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CHUNK", 20_000)
+    a, b = net(), net().cuda()
+    opt_a = getattr(optim, name)(a.named_parameters(), backend="cpp")
+    opt_b = getattr(optim, name)([{"params": list(b.named_parameters()), "offload": True}])
+    for k in range(4):
+        a.loss(k).backward()
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.cuda()
+        for opt in (opt_a, opt_b):
+            opt.step()
+            opt.zero_grad()
+    b.cpu()
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert all(v.device.type == "cpu" for kept in opt_b.state.values() for v in kept.values() if isinstance(v, Tensor))

@@ -1,0 +1,115 @@
+"""Codes of fewer than 8 bits: how they lie in bytes, what they take, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import optgen
+from optgen.formats import Blocked, Plan, narrow
+from optgen.ops import dtypes
+from optgen.runtime import native
+from optgen.runtime.eager import Blocks
+from specs import plans
+from tests.harness import same_bits
+from tests.test_cpp_stages import compare, train
+
+PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24)
+each_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
+# Rows of whole blocks, of whole eights, of neither; shorter than a block, than eight; one element, and none.
+SHAPES = [
+    (64, 128), (70, 72), (70, 101), (200, 6), (4096,), (5001,), (1,), (), (0,), (3, 0), (2, 3, 3, 50), (1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [dtypes.u4, dtypes.u2, dtypes.u1], ids=str)
+@pytest.mark.parametrize("columns", [8, 61, 64, 100])
+def test_a_byte_holds_neighbours_lowest_bits_first(dtype: dtypes.DType, columns: int) -> None:
+    """Against numpy's own unpacking of bits."""
+    bits = dtype.bits
+    b = Blocks(torch.empty(3, columns), 64)
+    width = -(-columns // 8) * bits
+    stored = torch.randint(0, 256, (3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    ones = np.unpackbits(stored.numpy(), axis=1, bitorder="little").reshape(3, -1, bits)
+    expected = (ones * (1 << np.arange(bits))).sum(-1)[:, :columns]
+    codes = b.codes(stored, bits)
+    assert np.array_equal(codes.reshape(3, -1)[:, :columns].numpy(), expected)
+    again = b.codes(b.flat_codes(codes, bits), bits)
+    assert np.array_equal(again.reshape(3, -1)[:, :columns].numpy(), expected)
+    assert not again.reshape(3, -1)[:, columns:].any()
+
+
+@pytest.mark.parametrize("bits", sorted(narrow.PIECES))
+def test_codes_are_cut_and_joined(bits: int) -> None:
+    code = torch.arange(1 << bits, dtype=torch.int32)
+    parts = narrow.cut(code, bits)
+    assert torch.equal(torch.as_tensor(narrow.joined(parts, bits)), code)
+    assert sum(f.dtype.bits for f in narrow.fields(bits).values()) == bits
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["adamw", "stable_adamw"])
+def test_every_shape_gives_the_same_bits(name: str) -> None:
+    """Small tensors are packed too, here."""
+    tight = plans.int5_split24.but(small_numel=0, name="int5_tight")
+    cls = optgen.compile(name, tight, maths="strict")
+    ours = train(cls, "reference", torch.bfloat16, "int5_tight", SHAPES)
+    compare(ours, train(cls, "cpp", torch.bfloat16, "int5_tight", SHAPES), SHAPES)
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+def test_rows_and_columns_beside_packed_codes() -> None:
+    shapes = [shape for shape in SHAPES if len(shape) > 1]
+    tight = plans.int4_split24.but(small_numel=0, name="int4_tight")
+    cls = optgen.compile("came", tight, maths="strict")
+    ours = train(cls, "reference", torch.bfloat16, "int4_tight", shapes)
+    compare(ours, train(cls, "cpp", torch.bfloat16, "int4_tight", shapes), shapes)
+
+
+@each_plan
+def test_what_a_tensor_takes(plan: Plan) -> None:
+    """Bytes of every field, rows of whole eights; exact, measured on the states."""
+    cls = optgen.compile("adamw", plan)
+    assert isinstance(plan.signed, Blocked)
+    bits = plan.signed.bits
+    for rows, columns in ((128, 256), (70, 101)):
+        p = torch.nn.Parameter(torch.randn(rows, columns).bfloat16())
+        p.grad = torch.randn_like(p)
+        opt = cls([p])
+        opt.step()
+        kept = sum(t.numel() * t.element_size() for t in opt.state[p].values() if isinstance(t, torch.Tensor))
+        blocks = -(-columns // 64)
+        assert kept == rows * (columns + 2 * (-(-columns // 8) * bits) + 2 * 2 * blocks)
+        assert opt.memory().total == kept + 2 * p.numel()
+
+
+@each_plan
+def test_checkpoints_continue_bit_for_bit(plan: Plan) -> None:
+    cls = optgen.compile("adamw", plan)
+    draw = torch.Generator().manual_seed(0)
+    grads = [torch.randn(70, 101, generator=draw).bfloat16() for _ in range(4)]
+    p = torch.nn.Parameter(torch.randn(70, 101, generator=draw).bfloat16())
+    opt = cls([p], lr=1e-2)
+    for g in grads[:2]:
+        p.grad = g
+        opt.step()
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    q = torch.nn.Parameter(p.detach().clone())
+    other = cls([q])
+    other.load_state_dict(torch.load(file))
+    for g in grads[2:]:
+        p.grad = q.grad = g
+        opt.step()
+        other.step()
+    assert same_bits(p.detach(), q.detach())
+    assert all(same_bits(v, other.state[q][k]) for k, v in opt.state[p].items() if isinstance(v, torch.Tensor))
+    # And by way of fp32 tensors: what they are encoded to again is what they were decoded from, to nearest.
+    third = cls([torch.nn.Parameter(p.detach().clone())])
+    third.load_state_dict(opt.dense_state_dict())
+    dense, again = opt.dense_state_dict()["state"][0], third.dense_state_dict()["state"][0]
+    assert torch.equal(dense["exp_avg"] == 0, again["exp_avg"] == 0)

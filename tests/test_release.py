@@ -1,0 +1,583 @@
+"""Gradient release: the bits of ordinary steps, no gradient left, and nothing lost where something is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen.optim as optim
+from optgen.accumulate import accumulator
+from optgen.runtime import Optimizer, plans
+from optgen.verify import bounds
+from tests.harness import plan_of, same_bits
+
+OVER_THE_MODEL = ("ClippedAdamW", "DAdaptAdam", "Prodigy")
+MATRICES_ONLY = ("Fromage",)
+EVERY_RULE = [name for name in dir(optim) if name not in OVER_THE_MODEL]
+
+
+class Net(nn.Module):
+    """A tied embedding, a matrix of more than 4096 elements, vectors, and a parameter that half of the batches use."""
+
+    def __init__(self, vectors: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(24, 64)
+        self.inner = nn.Linear(64, 72, bias=vectors)
+        self.outer = nn.Linear(72, 64, bias=False)
+        self.rare = nn.Linear(64, 64, bias=False)
+
+    def forward(self, tokens: Tensor, rare: bool = False) -> Tensor:
+        h = self.table(tokens)
+        h = h + self.outer(torch.tanh(self.inner(h)))
+        if rare:
+            h = h + self.rare(h)
+        return h @ self.table.weight.T  # tied
+
+    def loss(self, k: int) -> Tensor:
+        tokens, wanted = torch.randint(24, (2, 4, 5), generator=torch.Generator().manual_seed(k))
+        scores = self(tokens, rare=k % 2 == 1).float().flatten(0, 1)
+        return nn.functional.cross_entropy(scores, wanted.flatten())
+
+
+def net(dtype: torch.dtype = torch.bfloat16, vectors: bool = True) -> Net:
+    torch.manual_seed(0)
+    return Net(vectors).to(dtype)
+
+
+def same(a: nn.Module, b: nn.Module, opt_a: Optimizer, opt_b: Optimizer) -> None:
+    """The same weights and states, bit for bit."""
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert same_bits(p.detach(), q.detach()), name
+        kept, other = opt_a.state.get(p, {}), opt_b.state.get(q, {})
+        assert kept.keys() == other.keys(), name
+        for key, value in kept.items():
+            if isinstance(value, Tensor):
+                assert same_bits(value, other[key]), (name, key)
+            else:
+                assert value == other[key], (name, key)
+
+
+def accepts_vectors(cls: Any) -> bool:
+    try:
+        cls([nn.Parameter(torch.zeros(3))])
+    except ValueError:
+        return False
+    return True
+
+
+def train(opt: Optimizer, model: Net, steps: int, *, every: int = 1, start: int = 0) -> None:
+    """The loop that users have; the learning rate changes at each step."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+    for k in range(start, start + steps):
+        for i in range(every):
+            (model.loss(every * k + i) / every).backward()
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+
+
+def pair(
+    make: Callable[[Net], Optimizer], dtype: torch.dtype = torch.bfloat16, vectors: bool = True
+) -> tuple[Net, Optimizer, Net, Optimizer]:
+    a, b = net(dtype, vectors), net(dtype, vectors)
+    return a, make(a), b, make(b)
+
+
+@pytest.mark.parametrize("name", EVERY_RULE)
+def test_the_bits_are_those_of_ordinary_steps(name: str) -> None:
+    cls = getattr(optim, name)
+    vectors = accepts_vectors(cls)
+    for plan in ("fp32", "int8_split24"):
+        a, opt_a, b, opt_b = pair(lambda m: cls(m.named_parameters(), plan=plan), vectors=vectors)  # noqa: B023
+        train(opt_a, a, 4)
+        opt_b.release_gradients(b)
+        train(opt_b, b, 4)
+        same(a, b, opt_a, opt_b)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "CAME", "LAMB", "Muon"])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_same_in_compiled_kernels_with_and_without_names(name: str, named: bool) -> None:
+    def make(m: Net) -> Optimizer:
+        return getattr(optim, name)(m.named_parameters() if named else m.parameters(), backend="cpp", seed=5)
+
+    vectors = accepts_vectors(getattr(optim, name))
+    a, opt_a, b, opt_b = pair(make, vectors=vectors)
+    train(opt_a, a, 5)
+    opt_b.release_gradients(b)
+    train(opt_b, b, 5)
+    same(a, b, opt_a, opt_b)
+
+
+def test_the_same_in_triton_kernels() -> None:
+    """In Triton's interpreter, so small."""
+    torch.manual_seed(0)
+    a = nn.Linear(70, 3)
+    b = copy.deepcopy(a)
+    opt_a, opt_b = (optim.LAMB(m.named_parameters(), backend="triton", plan="int8") for m in (a, b))
+    opt_b.release_gradients(b)
+    for _ in range(3):
+        for model, opt in ((a, opt_a), (b, opt_b)):
+            model(torch.ones(2, 70)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    same(a, b, opt_a, opt_b)
+
+
+def test_gradients_are_gone_as_soon_as_they_are_used() -> None:
+    model = net()
+    opt = optim.AdamW(model.named_parameters())
+    opt.release_gradients(model)
+    alive: list[int] = []
+
+    def count(_: Tensor) -> None:
+        alive.append(sum(q.grad is not None for q in model.parameters()))
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(count)
+    model.loss(1).backward()
+    assert alive == [0] * 5  # hooks run in order: ours came first, and nothing waits
+    assert all(p.grad is None for p in model.parameters())
+    assert all(opt.state[p]["step"] == 1 for p in model.parameters())
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_groups_with_options_of_their_own(maximize: bool) -> None:
+    def make(m: Net) -> Optimizer:
+        decayed = [x for x in m.named_parameters() if x[1].ndim == 2]
+        others = [x for x in m.named_parameters() if x[1].ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "plan": "fp32"}]
+        return optim.AdamW(groups, lr=1e-2, maximize=maximize)
+
+    a, opt_a, b, opt_b = pair(make)
+    train(opt_a, a, 4)
+    opt_b.release_gradients()
+    train(opt_b, b, 4)
+    same(a, b, opt_a, opt_b)
+
+
+def test_schedulers_hooks_and_closures_see_steps() -> None:
+    model = net()
+    opt = optim.AdamW(model.parameters(), lr=1e-2)
+    opt.release_gradients(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=6)
+    calls: list[str] = []
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> float:
+        opt.zero_grad()
+        loss = model.loss(1)
+        loss.backward()
+        return float(loss.detach())
+
+    with torch.no_grad():
+        assert opt.step(closure) == float(net().loss(1).detach())
+    schedule.step()
+    assert calls == ["before", "after"]
+    assert {opt.state[p]["step"] for p in model.parameters()} == {1}
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_accumulation_in_p_grad_is_exact(every: int) -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
+    train(opt_a, a, 4, every=every)
+    opt_b.release_gradients(b, accumulate=every)
+    train(opt_b, b, 4, every=every)
+    same(a, b, opt_a, opt_b)
+
+
+def test_a_window_that_ends_early_is_updated_by_step() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
+    opt_b.release_gradients(b, accumulate=4)
+    for opt, model in ((opt_a, a), (opt_b, b)):
+        for k, size in enumerate((4, 2, 4)):
+            for i in range(size):
+                (model.loss(10 * k + i) / size).backward()
+            opt.step()
+            opt.zero_grad()
+    same(a, b, opt_a, opt_b)
+    assert all(p.grad is None for p in b.parameters())
+
+
+def test_parameters_that_come_later_are_frozen_or_thawed() -> None:
+    def run(released: bool) -> tuple[Net, Optimizer]:
+        model = net()
+        model.outer.weight.requires_grad_(False)
+        first = [x for x in model.named_parameters() if not x[0].startswith("rare")]
+        opt = optim.AdamW(first, lr=1e-2)
+        if released:
+            opt.release_gradients()
+        for k in range(6):
+            if k == 2:
+                opt.add_param_group({"params": [("rare.weight", model.rare.weight)], "lr": 3e-2})
+                model.rare.weight.grad = None  # it had one from the step before it was ours
+            if k == 3:
+                model.outer.weight.requires_grad_(True)
+            if k == 4:
+                model.table.weight.requires_grad_(False)
+            model.loss(k).backward()
+            opt.step()
+            opt.zero_grad()
+        return model, opt
+
+    a, opt_a = run(False)
+    b, opt_b = run(True)
+    same(a, b, opt_a, opt_b)
+    assert opt_b._release is not None
+    assert len(opt_b._release._hooks) == 4  # the frozen one has left
+
+
+def test_a_checkpoint_between_steps_continues_bit_for_bit() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()))
+    opt_a.release_gradients(a, clip=0.05, clip_by="previous_norm")
+    handle = opt_b.release_gradients(b, clip=0.05, clip_by="previous_norm")
+    train(opt_a, a, 6)
+    train(opt_b, b, 3)
+    file = io.BytesIO()
+    torch.save({"model": b.state_dict(), "opt": opt_b.state_dict(), "release": handle.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    c = net()
+    c.load_state_dict(saved["model"])
+    opt_c = optim.AdamW(c.named_parameters())
+    again = opt_c.release_gradients(c, clip=0.05, clip_by="previous_norm")
+    opt_c.load_state_dict(saved["opt"])
+    again.load_state_dict(saved["release"])
+    opt_c.param_groups[0].pop("initial_lr")
+    train(opt_c, c, 3, start=3)
+    same(a, c, opt_a, opt_c)
+
+
+def test_parameters_that_are_replaced_in_their_group() -> None:
+    """As accelerate does for sharded models: other tensors stand in the groups afterwards."""
+    model = net()
+    opt = optim.AdamW(model.parameters())
+    opt.release_gradients()
+    fresh = nn.Parameter(model.inner.weight.detach().clone())
+    model.inner.weight = fresh
+    opt.param_groups[0]["params"][1] = fresh
+    model.loss(0).backward()
+    opt.step()
+    assert opt.state[fresh]["step"] == 1
+    model.loss(0).backward()
+    assert fresh.grad is None
+    assert opt.state[fresh]["step"] == 2
+
+
+def test_remove_restores_ordinary_steps() -> None:
+    model = net()
+    opt = optim.AdamW(model.parameters())
+    with opt.release_gradients(model, accumulate=2):
+        model.loss(1).backward()
+        held = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert [same_bits(p.grad, g) for p, g in zip(model.parameters(), held, strict=True)] == [True] * 5
+    assert not opt.state
+    opt.step()
+    assert all(p.grad is not None and opt.state[p]["step"] == 1 for p in model.parameters())
+    assert not opt._step_supports_amp_scaling
+    opt.release_gradients(model).remove()
+
+
+def test_copies_are_not_released() -> None:
+    model = net()
+    opt = optim.AdamW(model.parameters())
+    opt.release_gradients()
+    other, opt_other = copy.deepcopy((model, opt))
+    other.loss(1).backward()
+    assert not opt_other.state
+    opt_other.step()
+    assert {opt_other.state[p]["step"] for p in other.parameters()} == {1}
+    assert not opt.state
+
+
+# -- clipping -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_clipping_of_each_parameter_is_torchs(by: str) -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2), torch.float32)
+    opt_b.release_gradients(b, clip=0.02, clip_by=by)  # type: ignore[arg-type]
+    clipped = 0
+    for k in range(4):
+        a.loss(k).backward()
+        for p in a.parameters():
+            if p.grad is None:
+                continue
+            if by == "norm":
+                clipped += float(nn.utils.clip_grad_norm_([p], 0.02)) > 0.02
+            else:
+                clipped += bool((p.grad.abs() > 0.02).any())
+                nn.utils.clip_grad_value_([p], 0.02)
+        opt_a.step()
+        opt_a.zero_grad()
+        b.loss(k).backward()
+        opt_b.step()
+    assert clipped >= 4
+    same(a, b, opt_a, opt_b)
+
+
+def test_clipping_by_the_norm_of_the_step_before() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), lr=1e-2), torch.float32)
+    opt_b.release_gradients(b, clip=0.1, clip_by="previous_norm", accumulate=2)
+    before = None
+    for k in range(5):
+        for i in range(2):
+            a.loss(2 * k + i).backward()
+            b.loss(2 * k + i).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in a.parameters() if p.grad is not None])
+        for p in a.parameters():
+            own = torch.linalg.vector_norm(p.grad)
+            p.grad *= torch.clamp(0.1 / ((own if before is None else before) + 1e-6), max=1.0)
+        before = norm
+        assert norm > 0.1
+        opt_a.step()
+        opt_a.zero_grad()
+        opt_b.step()
+        opt_b.zero_grad()
+    same(a, b, opt_a, opt_b)
+
+
+def test_a_norm_that_is_not_finite_is_not_used() -> None:
+    model = net(torch.float32)
+    opt = optim.SGD(model.parameters(), lr=1e-2, plan="fp32")
+    handle = opt.release_gradients(model, clip=0.1, clip_by="previous_norm")
+    handle.load_state_dict({"previous_norm": torch.tensor(torch.inf)})
+    before = [p.detach().clone() for p in model.parameters()]
+    model.loss(1).backward()
+    for p, q in zip(model.parameters(), before, strict=True):
+        # lr times the largest norm, and the rounding of the subtraction, half an ulp of each element
+        assert 0 < (p - q).norm() <= 1e-2 * 0.1 * (1 + 2**-20) + (p.norm() + q.norm()) * 2**-24
+
+
+# -- sums of micro-batches kept in a format -------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def provider() -> Iterator[None]:
+    """Compiling sets it for the process."""
+    before = plans.provider
+    yield
+    plans.provider = before
+
+
+def test_an_fp32_accumulator_sums_fp32_gradients_exactly_as_torch() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
+    train(opt_a, a, 3, every=3)
+    opt_b.release_gradients(b, accumulate=3, accumulator=accumulator("fp32"))
+    train(opt_b, b, 3, every=3)
+    same(a, b, opt_a, opt_b)
+
+
+def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
+    model = net()
+    opt = optim.AdamW(model.parameters())
+    handle = opt.release_gradients(model, accumulate=2, accumulator=accumulator("int8"))
+    model.loss(1).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert not opt.state
+    with pytest.raises(RuntimeError, match="micro-batches are waiting"):
+        handle.state_dict()
+    kept = handle._ones[id(model.inner.weight)].sums
+    assert kept is not None and kept._entry is not None
+    stored = sum(v.nbytes for v in kept._entry.values() if isinstance(v, Tensor))
+    assert stored == 72 * 64 + 72 * 2  # a byte per element, two per block of 64
+    model.loss(1).backward()
+    assert all(opt.state[p]["step"] == 1 for p in model.parameters())
+
+
+def error_bound(micro: list[Tensor], plan: str) -> Tensor:
+    """How far the sum that an update gets can be from the exact one, by element: one store per micro-batch but the
+    last, whose result is rounded to the gradient's dtype alone; errors of earlier stores are not amplified.
+
+    Each fp32 addition rounds by half an ulp, too.
+    """
+    bound = bounds.one_step_bound(replace(plan_of(plan).signed, relative=False))
+    total, error = torch.zeros_like(micro[0], dtype=torch.float64), torch.zeros_like(micro[0], dtype=torch.float64)
+    assert bound.of == "scale" and "* (1 + 0.00391)" in bound.valid and "3.01e-36" in bound.valid
+    for g in micro[:-1]:
+        total = total + g.double()
+        rows = (total.abs() + error).unflatten(1, (-1, 64))
+        top = rows.amax(2, keepdim=True).clamp(min=3.01e-36)
+        error = error + (bound.total * top * (1 + 2**-8)).expand_as(rows).flatten(1) + 2.0**-24 * (total.abs() + error)
+    total = total + micro[-1].double()
+    return error + 2.0**-24 * (total.abs() + error)
+
+
+def test_the_error_of_a_compressed_sum_is_bounded_and_has_no_bias() -> None:
+    torch.manual_seed(3)
+    n, rounds = 6, 40
+    p = nn.Parameter(torch.zeros(64, 128))
+    opt = optim.SGD([("p", p)], lr=1.0, plan="fp32")
+    opt.release_gradients(accumulate=n, accumulator=accumulator("int8"))
+    micro = [torch.randn(64, 128) * 10 ** torch.empty(64, 1).uniform_(-3, 3) for _ in range(n)]
+    exact = torch.stack([g.double() for g in micro]).sum(0)
+    bound = error_bound(micro, "int8")
+    errors = []
+    for _ in range(rounds):
+        with torch.no_grad():
+            p.zero_()
+        for g in micro:
+            (p * g).sum().backward()
+        errors.append(-p.detach().double() - exact)
+        assert (errors[-1].abs() <= bound).all()
+    assert any(not torch.equal(errors[0], e) for e in errors[1:])  # windows draw random bits of their own
+    mean = torch.stack(errors).mean(0)
+    # Hoeffding: the mean of `rounds` independent errors within the bound, over all elements, at a chance of 1e-9.
+    margin = bound * torch.sqrt(torch.tensor(2 / rounds * torch.log(torch.tensor(2 * p.numel() / 1e-9)).item()))
+    assert (mean.abs() <= margin).all()
+    # A rounding to nearest would leave the same error each time.
+    assert mean.abs().mean() < 0.5 * torch.stack(errors).abs().mean()
+
+
+def test_removing_and_flushing_lose_no_sum() -> None:
+    model = net(torch.float32)
+    opt = optim.AdamW(model.parameters())
+    handle = opt.release_gradients(model, accumulate=4, accumulator=accumulator("fp32"))
+    plain = net(torch.float32)
+    for k in (1, 3):
+        model.loss(k).backward()
+        plain.loss(k).backward()
+    handle.remove()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_zero_grad_forgets_a_sum() -> None:
+    model, other = net(torch.float32), net(torch.float32)
+    opt, opt_other = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
+    opt.release_gradients(model, accumulate=2, accumulator=accumulator("fp32"))
+    model.loss(5).backward()
+    opt.zero_grad()
+    for k in (1, 3):
+        model.loss(k).backward()
+        other.loss(k).backward()
+    opt_other.step()
+    same(other, model, opt_other, opt)
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OVER_THE_MODEL)
+def test_rules_that_sum_over_the_model_are_refused(name: str) -> None:
+    model = net()
+    opt = getattr(optim, name)(model.named_parameters())
+    with pytest.raises(ValueError, match=r"'table.weight'.*needs sums over the whole model.*clip_by='previous_norm'"):
+        opt.release_gradients(model)
+    model.loss(0).backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if n != "rare.weight")
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate must be a whole number >= 1, got 0"),
+        ({"accumulate": 2.5}, "accumulate must be a whole number >= 1, got 2.5"),
+        ({"clip": -1.0}, "clip must be a number > 0, or None, got -1.0"),
+        ({"clip": float("nan")}, "clip must be a number > 0, or None, got nan"),
+        ({"clip": 1.0, "clip_by": "global_norm"}, "clip_by='previous_norm' takes the norm of the step before"),
+        ({"clip": 1.0, "clip_by": "max"}, "clip_by must be one of norm, value, previous_norm, got 'max'"),
+        ({"accumulator": "int8", "accumulate": 2}, "accumulator must be what optgen.accumulate.accumulator"),
+    ],
+)
+def test_wrong_options_change_nothing(options: dict[str, Any], message: str) -> None:
+    model = net()
+    opt = optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        opt.release_gradients(model, **options)
+    model.loss(1).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert not opt.state
+
+
+def test_a_model_without_parameters_of_ours_and_a_second_call() -> None:
+    model = net()
+    opt = optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="no trainable parameter of this optimizer is in the model"):
+        opt.release_gradients(net())
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or None, got list"):
+        opt.release_gradients([model])  # type: ignore[arg-type]
+    opt.release_gradients(model)
+    with pytest.raises(RuntimeError, match=r"remove\(\) the handle of that call first"):
+        opt.release_gradients(model)
+
+
+def test_an_error_in_backward_loses_nothing() -> None:
+    model = net()
+    opt = optim.AdamW(model.named_parameters(), lr=1e-2)
+    opt.release_gradients(model)
+    weights = [p.detach().clone() for p in model.parameters()]
+    opt.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        model.loss(1).backward()
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert not opt.state
+    kept = [p for p in model.parameters() if p.grad is not None]
+    assert len(kept) == 1  # the first one to be complete
+    opt.param_groups[0]["lr"] = 1e-2
+    opt.zero_grad()
+    model.loss(1).backward()
+    other = net()
+    opt_other = optim.AdamW(other.named_parameters(), lr=1e-2)
+    other.loss(1).backward()
+    opt_other.step()
+    same(other, model, opt_other, opt)
+
+
+def test_evaluation_refuses_backward() -> None:
+    model = net()
+    opt = optim.ScheduleFreeAdamW(model.parameters())
+    opt.release_gradients(model)
+    model.loss(1).backward()
+    opt.eval()
+    with pytest.raises(RuntimeError, match=r"in evaluation: call train\(\) first"):
+        model.loss(1).backward()
+    opt.train()
+
+
+def test_a_grad_scaler_is_refused_by_name() -> None:
+    model = net(torch.float32)
+    opt = optim.AdamW(model.parameters())
+    handle = opt.release_gradients(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model.loss(1)).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler.*bf16.*remove\(\)"):
+        scaler.step(opt)
+    handle.remove()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model.loss(1)).backward()
+    scaler.step(opt)
+    assert opt.state[model.inner.weight]["step"] == 2
+
+
+def test_wrappers_that_reduce_later_are_refused(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = net(torch.float32)
+        opt = optim.AdamW(model.parameters())
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(NotImplementedError, match=r"DistributedDataParallel sums gradients.*fully_shard"):
+            opt.release_gradients(wrapped)
+        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+            opt.release_gradients()
+        del wrapped
+        other = net(torch.float32)
+        opt = optim.AdamW(other.parameters())
+        opt.release_gradients(other)
+        wrapped = nn.parallel.DistributedDataParallel(other, find_unused_parameters=True)
+        tokens = torch.zeros(1, 3, dtype=torch.int64)
+        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+            wrapped(tokens).sum().backward()
+        assert not opt.state
+    finally:
+        torch.distributed.destroy_process_group()

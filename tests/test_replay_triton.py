@@ -1,0 +1,193 @@
+"""The short way through steps of Triton kernels (interpreted): taken where nothing is new, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from generated import LAMB, AdamW
+from optgen.runtime import Optimizer, control, launch, replay
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow"),
+    pytest.mark.skipif(replay.probe() is None, reason="no C++ compiler, or torch lacks DLPack's functions"),
+]
+
+SHAPES = [(3, 5), (7,), (), (0,), (4, 6)]
+
+
+def give(params: list[nn.Parameter], step: int) -> None:
+    draw = torch.Generator().manual_seed(step)
+    for p in params:
+        g = torch.randn(p.shape, generator=draw)
+        if p.grad is None or p.grad.dtype is not torch.float32:
+            p.grad = g
+        else:
+            p.grad.copy_(g)
+
+
+def params_of(opt: Optimizer) -> list[nn.Parameter]:
+    return [p for g in opt.param_groups for p in g["params"]]
+
+
+def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, **options: Any) -> Optimizer:
+    draw = torch.Generator().manual_seed(5)
+    params = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in SHAPES]
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}]
+    opt = cls(groups, lr=0.1, plan="fp32", backend=backend, **options)
+    if not short:
+        opt._replay.keep = lambda *_: None  # type: ignore[method-assign]
+    for step in range(2):
+        give(params, step)
+        opt.step()
+    return opt
+
+
+def bits(x: object) -> object:
+    if isinstance(x, Tensor):
+        x = x.detach().contiguous()
+        return str(x.dtype), tuple(x.shape), x.reshape(-1).view(torch.uint8).tolist() if x.numel() else []
+    return x
+
+
+def everything(opt: Optimizer) -> object:
+    return [(bits(p), {k: bits(x) for k, x in opt.state.get(p, {}).items()}) for p in params_of(opt)]
+
+
+def nothing(opt: Optimizer) -> None:
+    pass
+
+
+def rate(opt: Optimizer) -> None:
+    opt.param_groups[0]["lr"] = 0.03
+
+
+def tensor_rate(opt: Optimizer) -> None:
+    opt.param_groups[1]["lr"] = torch.tensor(0.03)
+
+
+def maximize(opt: Optimizer) -> None:
+    opt.param_groups[0]["maximize"] = True
+
+
+def gradients_elsewhere(opt: Optimizer) -> None:
+    p = params_of(opt)[0]
+    assert p.grad is not None
+    opt.kept = p.grad  # type: ignore[attr-defined]  # alive, so that the new one lies elsewhere
+    p.grad = p.grad.clone()
+
+
+def gradient_of_another_dtype(opt: Optimizer) -> None:
+    p = params_of(opt)[0]
+    assert p.grad is not None
+    p.grad_dtype = None
+    p.grad = p.grad.bfloat16()
+
+
+def no_gradient(opt: Optimizer) -> None:
+    params_of(opt)[4].grad = None
+
+
+def new_field(opt: Optimizer) -> None:
+    entry = opt.state[params_of(opt)[0]]
+    entry["exp_avg"] = entry["exp_avg"] * 2
+
+
+def another_step(opt: Optimizer) -> None:
+    entry = opt.state[params_of(opt)[0]]
+    entry["step"] = entry["step"] + 40
+
+
+def option(opt: Optimizer) -> None:
+    opt.param_groups[0]["amsgrad" if "amsgrad" in opt.param_groups[0] else "always_adapt"] = False
+    opt.param_groups[0]["comment"] = 1
+
+
+def add_group(opt: Optimizer) -> None:
+    new = [nn.Parameter(torch.ones(5, 2))]
+    give(new, 3)
+    opt.add_param_group({"params": new})
+
+
+def tune(opt: Optimizer) -> None:
+    with launch.tuned(launch.Tuning(tiles=1)):
+        opt.step()
+
+
+CHANGES = [
+    nothing, rate, tensor_rate, maximize, gradients_elsewhere, gradient_of_another_dtype, no_gradient, new_field,
+    another_step, option, add_group, tune,
+]  # fmt: skip
+SHORT = {nothing, rate, tensor_rate, maximize}
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_is_seen(
+    change: Callable[[Optimizer], None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt, long = trained(AdamW, **options), trained(AdamW, short=False, **options)
+    assert opt._replay.last is not None
+    assert long._replay.last is None
+    taken: list[bool] = []
+    again = replay.Replay.again
+    monkeypatch.setattr(replay.Replay, "again", lambda *args: taken.append(again(*args)) or taken[-1])
+    for one in (opt, long):
+        change(one)
+        one.step()
+        give(params_of(one), 7)
+        one.step()
+    assert everything(opt) == everything(long)
+    assert taken[0] == (change in SHORT)
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
+def test_steps_of_several_stages(options: dict[str, Any]) -> None:
+    opt, long = trained(LAMB, **options), trained(LAMB, short=False, **options)
+    for step in range(2):
+        for one in (opt, long):
+            give(params_of(one), step)
+            one.step()
+        assert opt._replay.last is not None
+    assert everything(opt) == everything(long)
+
+
+def test_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket each of two groups, launched as often the short way."""
+    opt = trained(AdamW)
+    count: list[int] = []
+    start = control.start
+    monkeypatch.setattr(control, "start", lambda *args, **more: count.append(1) or start(*args, **more))
+    opt.step()
+    short = len(count)
+    opt._replay = replay.Keeper()
+    opt.step()
+    assert len(count) == 2 * short
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
+def test_under_a_scaler(backend: str) -> None:
+    """The short way divides and skips, too."""
+    opt, plain = trained(AdamW, backend, fused=True), trained(AdamW, backend)
+    for step, found in enumerate([0.0, 0.0, 1.0, 0.0]):
+        give(params_of(opt), step)
+        for p in params_of(opt):
+            assert p.grad is not None
+            p.grad.mul_(8.0)
+        opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(found)  # type: ignore[attr-defined]
+        opt.step()
+        assert opt._replay.last is not None
+        if not found:
+            give(params_of(plain), step)
+            plain.step()
+    values = [
+        [(bits(p), {k: bits(x) if k != "step" else int(x) for k, x in one.state[p].items()}) for p in params_of(one)]
+        for one in (opt, plain)
+    ]
+    assert values[0] == values[1]

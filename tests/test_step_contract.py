@@ -1,0 +1,138 @@
+"""The step as other tools see it: torch.compile, averaged models, options that are refused, layouts of gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from generated import LAMB, AdamW
+from optgen.runtime import Optimizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COMPILED = """
+import torch
+from torch._dynamo.utils import counters
+from generated import AdamW
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 4)
+
+def train(compiled):
+    net = model()
+    opt = AdamW(net.parameters(), lr=0.1, plan="fp32", backend="reference")
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=12)
+    step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+    frames = []
+    for k in range(8):
+        for p in net.parameters():
+            p.grad = torch.full_like(p, 0.5 - k)
+        step()
+        schedule.step()
+        frames.append(counters["frames"]["total"])
+    return [p.detach() for p in net.parameters()], frames
+
+plain, _ = train(False)
+made, frames = train(True)
+assert all(torch.equal(a, b) for a, b in zip(plain, made, strict=True))
+assert frames[-1] == frames[1], frames
+assert not counters["unimplemented"], counters
+print("fine", frames[0])
+"""
+
+
+def test_a_compiled_step_is_compiled_once_while_the_rate_changes() -> None:
+    """In a process of its own: the counters are the process'."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("fine"), done.stdout + done.stderr
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])
+@pytest.mark.parametrize("cls", [AdamW, LAMB])
+def test_gradients_of_any_layout(cls: type[Optimizer], backend: str) -> None:
+    """Transposed, sliced, expanded, channels last, and zero strides: the logical values count."""
+    draw = torch.Generator().manual_seed(4)
+    made = [
+        torch.randn(7, 5, generator=draw).t(),
+        torch.randn(5, 7, 2, generator=draw)[..., 1],
+        torch.randn(5, 14, generator=draw)[:, ::2],
+        torch.randn(5, 1, generator=draw).expand(5, 7),
+        torch.randn(2, 3, 4, 4, generator=draw).to(memory_format=torch.channels_last),
+    ]
+    results = []
+    for contiguous in (False, True):
+        params = parameters(*(g.shape for g in made))
+        opt = cls(params, lr=0.1, plan="fp32", backend=backend)
+        for scale in (1.0, -0.5):
+            for p, g in zip(params, made, strict=True):
+                p.grad = g.clone().contiguous().mul_(scale) if contiguous else g if scale == 1.0 else -0.5 * g
+            opt.step()
+        results.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_averages_of_models() -> None:
+    """swa_utils: the average of the weights after each step, and a schedule of its own."""
+    net = nn.Linear(4, 3)
+    opt = AdamW(net.parameters(), lr=0.1, plan="fp32")
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    schedule = torch.optim.swa_utils.SWALR(opt, swa_lr=0.02, anneal_epochs=2)
+    kept = []
+    for _ in range(4):
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        opt.step()
+        schedule.step()
+        averaged.update_parameters(net)
+        kept.append(net.weight.detach().clone())
+    mean = torch.stack(kept).double().mean(0)
+    # three updates of a running mean, each of a few roundings
+    assert torch.allclose(averaged.module.weight.double(), mean, rtol=0, atol=16 * 2**-24 * float(mean.abs().max()))
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.02, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"differentiable": True}, "does not support differentiable=True"),
+        ({"fused": True, "foreach": True}, "fused and foreach cannot both be True"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        AdamW(parameters((2, 3)), **options)
+
+
+def test_foreach_is_accepted_and_changes_nothing() -> None:
+    sides = []
+    for foreach in (None, False, True):
+        params = parameters((4, 5))
+        opt = AdamW(params, lr=0.1, plan="fp32", foreach=foreach)
+        params[0].grad = torch.ones(4, 5)
+        opt.step()
+        sides.append(params[0].detach())
+    assert torch.equal(sides[0], sides[1])
+    assert torch.equal(sides[0], sides[2])
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_weights_of_zero_without_gradient_stay_zero(plan: str) -> None:
+    """A start at zero and gradients of zero: every format has an exact zero."""
+    p = nn.Parameter(torch.zeros(64, 65, dtype=torch.bfloat16))
+    opt = AdamW([p], lr=0.1, plan=plan)
+    for _ in range(3):
+        p.grad = torch.zeros_like(p)
+        opt.step()
+    assert torch.count_nonzero(p) == 0

@@ -1,0 +1,371 @@
+"""What PyTorch asks of its own optimizers, asked of the generated ones.
+
+The optimizers and the arguments come from PyTorch's table (torch.testing._internal.common_optimizers); the questions
+are those of its generic tests, written anew.  docs/contract.md says which of them do not apply.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal import common_optimizers
+
+import generated
+from optgen.runtime import Optimizer
+
+ABSENT = {"ASGD", "LBFGS", "SparseAdam"}
+"""Rules that are not among the generated ones."""
+
+INFOS = [info for info in common_optimizers.optim_db if info.optim_cls.__name__ not in ABSENT]
+NAMES = [info.optim_cls.__name__ for info in INFOS]
+BOTH = [
+    pytest.param(getattr(generated, name), given.kwargs, id=f"{name}-{given.desc}")
+    for name, info in zip(NAMES, INFOS, strict=True)
+    for given in info.optim_inputs_func(device="cpu")
+]
+CLASSES = [pytest.param(getattr(generated, name), id=name) for name in NAMES]
+STEPS = 4
+
+
+def matrices(count: int = 2, seed: int = 0) -> list[nn.Parameter]:
+    """Every rule takes matrices."""
+    draw = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(4 + k, 3, generator=draw)) for k in range(count)]
+
+
+def give(params: list[nn.Parameter], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=draw)
+
+
+def fresh(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an optimizer of its own: tensors among them are not shared."""
+    return copy.deepcopy(kwargs)
+
+
+def trained(cls: type[Optimizer], kwargs: dict[str, Any], steps: int = STEPS) -> Optimizer:
+    params = matrices()
+    opt = cls(params, **fresh(kwargs))
+    for step in range(steps):
+        give(params, step)
+        opt.step()
+    return opt
+
+
+def go_on(opt: Optimizer, steps: int = 2) -> list[Tensor]:
+    params = opt.param_groups[0]["params"]
+    for step in range(steps):
+        give(params, 100 + step)
+        opt.step()
+    return [p.detach().clone() for p in params]
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b)
+
+
+def test_the_table_knows_what_is_here() -> None:
+    assert {info.optim_cls.__name__ for info in common_optimizers.optim_db} >= ABSENT
+    assert len(BOTH) > len(CLASSES) >= 12
+
+
+# -- the direction ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced: bool) -> None:
+    draw = torch.Generator().manual_seed(1)
+    shape = (10, 5, 2) if sliced else (10, 5)
+    weight = nn.Parameter(torch.randn(shape, generator=draw)[..., 0] if sliced else torch.randn(shape, generator=draw))
+    x, target = torch.randn(5, 1, generator=draw), torch.randn(10, 1, generator=draw)
+    opt = cls([weight], **fresh(kwargs))
+    sign = -1 if kwargs.get("maximize") else 1
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = ((weight @ x - target) ** 2).sum()
+        loss.backward()
+        return loss
+
+    first = float(closure())
+    for _ in range(20):
+        opt.step(closure)
+    assert sign * (float(closure()) - first) < 0
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_schedulers_in_a_chain(cls: type[Optimizer]) -> None:
+    """The rate that they set is the rate of the step: the same as set by hand."""
+    ours, by_hand = matrices(), matrices()
+    opt, other = (cls([{"params": ps[:1]}, {"params": ps[1:], "lr": 0.01}], lr=0.05) for ps in (ours, by_hand))
+    schedulers = [
+        torch.optim.lr_scheduler.LinearLR(opt, 0.4, total_iters=4),
+        torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+    ]
+    for step in range(STEPS):
+        for group, mine in zip(other.param_groups, opt.param_groups, strict=True):
+            group["lr"] = float(mine["lr"])
+        give(ours, step)
+        give(by_hand, step)
+        opt.step()
+        other.step()
+        for scheduler in schedulers[:2]:
+            scheduler.step()
+        schedulers[2].step(1.0 + step)
+    assert len({g["lr"] for g in opt.param_groups} | {0.05, 0.01}) == 4
+    assert alike(list(map(Tensor.detach, ours)), list(map(Tensor.detach, by_hand)))
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_schedulers_that_cycle_the_momentum(cls: type[Optimizer], name: str) -> None:
+    params, by_hand = matrices(), matrices()
+    options = {"momentum": 0.9} if cls.__name__ in ("SGD", "RMSprop") else {}
+    opt, other = cls(params, lr=0.05, **options), cls(by_hand, lr=0.05, **options)
+    cycles = bool({"momentum", "betas"} & opt.defaults.keys())
+    if name == "OneCycleLR":
+        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=6, cycle_momentum=cycles)
+    else:
+        scheduler = torch.optim.lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2, cycle_momentum=cycles)
+    seen = set()
+    for step in range(STEPS):
+        group = opt.param_groups[0]
+        for key in ("lr", "momentum", "betas"):
+            if key in group:
+                other.param_groups[0][key] = copy.copy(group[key])
+        seen.add(group["betas"] if "betas" in group else group.get("momentum"))
+        give(params, step)
+        give(by_hand, step)
+        opt.step()
+        other.step()
+        scheduler.step()
+    assert len(seen) > 1 or not cycles
+    assert alike(list(map(Tensor.detach, params)), list(map(Tensor.detach, by_hand)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_a_rate_that_is_a_tensor(cls: type[Optimizer], kwargs: dict[str, Any], shape: tuple[int, ...]) -> None:
+    value = torch.tensor(float(kwargs.get("lr", 0.01)))
+    one = trained(cls, {**kwargs, "lr": value.reshape(shape)})
+    two = trained(cls, {**kwargs, "lr": value.item()})
+    assert isinstance(one.param_groups[0]["lr"], Tensor)
+    assert alike(go_on(one), go_on(two))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_groups_have_options_of_their_own(cls: type[Optimizer]) -> None:
+    """A group with its options steps as an optimizer with them."""
+    ours, alone, beside = matrices(), matrices(), matrices()
+    decay = {"weight_decay": 0.1} if any(h.name == "weight_decay" for h in cls.HYPERS) else {}
+    opt = cls([{"params": ours[:1], "lr": 0.03, **decay}, {"params": ours[1:]}], lr=0.01)
+    others = [cls(alone[:1], lr=0.03, **decay), cls(beside[1:], lr=0.01)]
+    for step in range(STEPS):
+        for params in (ours, alone, beside):
+            give(params, step)
+        for one in (opt, *others):
+            one.step()
+    assert torch.equal(ours[0], alone[0])
+    assert torch.equal(ours[1], beside[1])
+
+
+# -- what a step leaves alone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_no_gradient_no_step(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    params = matrices()
+    before = [p.detach().clone() for p in params]
+    opt = cls(params, **fresh(kwargs))
+    opt.step()
+    assert alike(before, [p.detach() for p in params])
+    assert not opt.state
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_gradients_of_zero(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Nothing moves but by weight decay."""
+    if kwargs.get("weight_decay") or cls.__name__ in ("AdamW", "Muon"):
+        kwargs = {**kwargs, "weight_decay": 0.0}
+    params = matrices()
+    before = [p.detach().clone() for p in params]
+    opt = cls(params, **fresh(kwargs))
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    assert alike(before, [p.detach() for p in params])
+    assert all(opt.state[p] for p in params)
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_gradients_are_read_only(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    params = matrices()
+    opt = cls(params, **fresh(kwargs))
+    give(params, 0)
+    kept = [p.grad for p in params]
+    copies = [(g.clone(), g._version) for g in kept if g is not None]
+    opt.step()
+    assert all(p.grad is g for p, g in zip(params, kept, strict=True))
+    assert alike(copies, [(g, g._version) for g in kept if g is not None])
+
+
+# -- states ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_states_and_checkpoints(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Printed; the same dict twice; through a file, weights_only, and on with the same bits."""
+    opt = trained(cls, kwargs)
+    assert cls.__name__ in repr(opt)
+    first, second = opt.state_dict(), opt.state_dict()
+    assert list(first["state"]) == list(second["state"])
+    assert alike(first, second)
+    assert all(entry for entry in first["state"].values())
+    file = io.BytesIO()
+    torch.save(first, file)
+    file.seek(0)
+    other = cls([nn.Parameter(p.detach().clone()) for p in opt.param_groups[0]["params"]], **fresh(kwargs))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert alike(other.state_dict(), first)
+    assert alike(go_on(other), go_on(opt))
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_checkpoints_from_before_an_option(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    opt = trained(cls, kwargs)
+    old = copy.deepcopy(opt.state_dict())
+    for group in old["param_groups"]:
+        for key in ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable"):
+            group.pop(key, None)
+    other = cls([nn.Parameter(p.detach().clone()) for p in opt.param_groups[0]["params"]], **fresh(kwargs))
+    other.load_state_dict(old)
+    assert alike(go_on(other), go_on(opt))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("names", [(False, True), (True, False), (True, True)])
+def test_checkpoints_with_and_without_names(cls: type[Optimizer], names: tuple[bool, bool]) -> None:
+    sides = []
+    for named in names:
+        params = matrices()
+        given: Any = [(f"p{i}", p) for i, p in enumerate(params)] if named else params
+        sides.append((params, cls(given, lr=0.01)))
+    (params, opt), (others, other) = sides
+    for step in range(2):
+        give(params, step)
+        opt.step()
+    other.load_state_dict(opt.state_dict())
+    assert other.param_groups[0]["param_names"] == ["p0", "p1"] if any(names) else True  # whoever had them
+    for p, q in zip(params, others, strict=True):
+        assert alike(opt.state[p], other.state[q])
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("kind", [float, torch.tensor, lambda n: torch.tensor(float(n)), lambda n: torch.tensor([n])])
+def test_steps_of_any_kind(cls: type[Optimizer], kind: Callable[[int], Any]) -> None:
+    opt = trained(cls, {})
+    other = cls([nn.Parameter(p.detach().clone()) for p in opt.param_groups[0]["params"]])
+    saved = copy.deepcopy(opt.state_dict())
+    for entry in saved["state"].values():
+        entry["step"] = kind(entry["step"])
+    other.load_state_dict(saved)
+    assert alike(go_on(other), go_on(opt))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_public_attributes_are_copied(cls: type[Optimizer]) -> None:
+    opt = trained(cls, {}, 1)
+    other = copy.deepcopy(opt)
+    public = lambda x: {k for k in vars(x) if not k.startswith("_")}  # noqa: E731
+    assert public(other) == public(opt)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_hooks(cls: type[Optimizer]) -> None:
+    """Of steps, of state dicts and of loading; global ones too; removed, they are silent."""
+    opt, seen = trained(cls, {}, 1), list[str]()
+    note = lambda name: lambda *_: seen.append(name)  # noqa: E731
+    handles = [
+        opt.register_step_pre_hook(note("before")),
+        opt.register_step_post_hook(note("after")),
+        register_optimizer_step_pre_hook(note("all before")),
+        register_optimizer_step_post_hook(note("all after")),
+        opt.register_state_dict_pre_hook(note("save")),
+        opt.register_state_dict_post_hook(note("saved")),
+        opt.register_load_state_dict_pre_hook(note("load")),
+        opt.register_load_state_dict_post_hook(note("loaded")),
+    ]
+    expected = ["all before", "before", "after", "all after", "save", "saved", "load", "loaded"]
+    for wanted in (expected, []):
+        opt.step()
+        opt.load_state_dict(opt.state_dict())
+        assert sorted(seen) == sorted(wanted)
+        assert [x for x in seen if "all" not in x] == [x for x in wanted if "all" not in x]
+        seen.clear()
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_hooks_may_change_what_is_saved_and_loaded(cls: type[Optimizer]) -> None:
+    opt = trained(cls, {}, 2)
+    opt.register_state_dict_post_hook(lambda _, saved: {**saved, "note": 1})
+    saved = opt.state_dict()
+    assert saved["note"] == 1
+    other = cls(matrices())
+    other.register_load_state_dict_pre_hook(lambda _, given: {k: v for k, v in given.items() if k != "note"})
+    other.load_state_dict(saved)
+    assert alike(other.state_dict()["state"], saved["state"])
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+OTHER_WORDS = {
+    "a param group cannot have duplicate parameters": (ValueError, "contains a parameter twice"),
+    "Tensor lr must be 1-element": (TypeError, "lr must be a number"),
+    "does not support complex parameters": (TypeError, "complex64"),
+    "only support `original` and `match_rms_adamw`": (TypeError, "adjust_lr_fn"),
+}
+"""Where the error is another than torch's: what torch only warns of is an error here, and Muon has no such argument."""
+
+ALLOWED = ("foreach", "capturable", "Tensor", "decoupled_weight_decay", "only support 2D parameters", "0 < eta1")
+"""Errors of torch's own implementations, which are not here: such arguments are accepted.  Muon gives AdamW to what is
+no matrix; the two factors of Rprop have one range."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "case"),
+    [
+        pytest.param(getattr(generated, info.optim_cls.__name__), case, id=f"{info.optim_cls.__name__}-{i}")
+        for info in INFOS
+        for i, case in enumerate(info.optim_error_inputs_func(device="cpu", dtype=torch.float32))
+    ],
+)
+def test_arguments_that_torch_refuses(cls: type[Optimizer], case: Any) -> None:
+    given = case.optimizer_error_input
+    params = matrices() if given.params is None else given.params
+    if any(word in given.desc for word in ALLOWED) and given.desc not in OTHER_WORDS:
+        return
+    kind, text = OTHER_WORDS.get(given.desc, (case.error_type, "" if given.params is None else case.error_regex))
+    with pytest.raises((kind, TypeError) if given.params is None else kind, match=text):
+        cls(params, **fresh(given.kwargs)).step()

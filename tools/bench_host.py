@@ -1,0 +1,168 @@
+"""What a step costs the host beside its kernels: `python tools/bench_host.py [--out FILE]`.
+
+Every contender steps over the tensors of a model, each of a few elements, and what its kernels would do is left out:
+generated optimizers are stepped with their launches stubbed (Triton) or over tensors of eight elements (C++), torch's
+foreach and fused implementations over tensors of eight elements.  Contenders take turns; the figures are medians of the
+CPU time of the thread; other work on the machine, which shares its caches, makes them longer than the least that was
+seen.  No GPU takes part, and Triton's own launcher is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton's side of a step on CPU tensors; its launches are stubbed
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import torch  # noqa: E402
+from gpu import shapes  # noqa: E402
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+MODELS = {"GPT-2 (148 tensors)": shapes.gpt2, "Llama-8B (291 tensors)": shapes.llama_8b}
+TARGET = 0.15
+"""Milliseconds of the host per step that a generated optimizer may take."""
+
+
+def tensors(count: int) -> list[torch.nn.Parameter]:
+    """Parameters of eight elements with gradients: what is done per element costs next to nothing."""
+    made = [torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(count)]
+    for p in made:
+        p.grad = torch.ones_like(p)
+    return made
+
+
+def contenders() -> dict[str, Make]:
+    import generated
+
+    def ours(backend: str, **more: Any) -> Make:
+        return lambda params: generated.AdamW(params, lr=1e-3, plan="int8_split24", backend=backend, **more)
+
+    def theirs(**more: Any) -> Make:
+        return lambda params: torch.optim.AdamW(params, lr=1e-3, **more)
+
+    found = {
+        "optgen AdamW, Triton, launch stubbed": ours("triton"),
+        "optgen AdamW, Triton, launch stubbed, capturable": ours("triton", capturable=True),
+        "optgen AdamW, C++": ours("cpp"),
+        "torch AdamW, foreach": theirs(foreach=True),
+        "torch AdamW, fused": theirs(fused=True),
+    }
+    with suppress(ImportError):
+        import flashoptim
+
+        found["FlashOptim AdamW"] = lambda params: flashoptim.FlashAdamW(params, lr=1e-3)
+    return found
+
+
+def stub() -> None:
+    """Launches of generated kernels do nothing."""
+    from optgen.runtime import control
+
+    control.start = lambda *_, **__: None  # type: ignore[assignment]
+
+
+def measure(count: int, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """(name -> milliseconds of every step, name -> why it is missing)."""
+    running: dict[str, torch.optim.Optimizer] = {}
+    missing: dict[str, str] = {}
+    for name, make in contenders().items():
+        try:
+            running[name] = make(tensors(count))
+            for _ in range(5):
+                running[name].step()
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            running.pop(name, None)
+    times: dict[str, list[float]] = {name: [] for name in running}
+    gc.disable()
+    for _ in range(rounds):
+        for name, opt in running.items():
+            for _ in range(steps):
+                began = time.thread_time_ns()
+                opt.step()
+                times[name].append((time.thread_time_ns() - began) / 1e6)
+        gc.collect()
+    gc.enable()
+    return times, missing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20, help="per contender and round")
+    parser.add_argument("--out", type=Path, help="write FILE.json and FILE.md")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    stub()
+    data: dict[str, Any] = {
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
+        "python": platform.python_version(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "target_ms": TARGET,
+        "models": {},
+    }
+    with suppress(importlib.metadata.PackageNotFoundError):
+        data["versions"]["flashoptim"] = importlib.metadata.version("flashoptim")
+    for name, listed in MODELS.items():
+        times, missing = measure(len(listed()), chosen.rounds, chosen.steps)
+        data["models"][name] = {
+            "missing": missing,
+            "contenders": {
+                key: {"median_ms": round(statistics.median(found), 4), "least_ms": round(min(found), 4)}
+                for key, found in times.items()
+            },
+        }
+    data["load"] = round(os.getloadavg()[0], 1)
+    text = markdown(data)
+    print(text)
+    if chosen.out:
+        chosen.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        chosen.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    return 0
+
+
+def processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def markdown(data: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    lines = [
+        "# Host time of a step",
+        "",
+        "What `opt.step()` costs the host beside its kernels, on a CPU: CPU time of the thread over tensors of eight",
+        "elements, the launches of Triton kernels stubbed; the median and the least of steps taken in turns with the",
+        f"other contenders (`python tools/bench_host.py`). {data['processor']} of {data['cores']} cores",
+        f"with a load of {data['load']} (processes that want one), Python {data['python']}, {versions}.",
+    ]
+    for name, found in data["models"].items():
+        base = found["contenders"].get("torch AdamW, foreach", {}).get("median_ms")
+        lines += ["", f"## {name}", "", "| | ms, median | ms, least | of torch's foreach |", "|---|---|---|---|"]
+        for key, x in found["contenders"].items():
+            ratio = f"{x['median_ms'] / base:.3f}" if base else ""
+            lines.append(f"| {key} | {x['median_ms']:.3f} | {x['least_ms']:.3f} | {ratio} |")
+        lines += [f"| {key} | not here: {why} | | |" for key, why in found["missing"].items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Peak memory of whole training steps: weights, gradients, states and what a step needs beside them.
+
+    .venv/bin/python tools/bench_memory.py               the GPU's memory where there is one, else this process's
+    .venv/bin/python tools/bench_memory.py --layers 64 --width 512 --ways released torch
+
+Every way trains the same chain of square layers in a process of its own, on a batch so small that activations vanish,
+and says by how much its memory grew from before the model was made: on a GPU torch.cuda.max_memory_allocated, on a CPU
+the largest resident set (Linux).  Writes docs/benchmarks/memory-<name>.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+WAYS: dict[str, str] = {
+    "torch": "torch.optim.AdamW, fp32 weights",
+    "torch-bf16": "torch.optim.AdamW, bf16 weights and states",
+    "fp32": "AdamW, plan fp32, fp32 weights",
+    "ordinary": "AdamW, plan int8_split24, bf16 weights",
+    "released": "the same, gradients released",
+    "accumulated": "the same, 4 micro-batches summed in p.grad",
+    "accumulated-int8": "the same, 4 micro-batches summed in 8 bits",
+    "lion-released": "Lion, plan int8_split24, bf16 weights, gradients released",
+}
+
+EXACT = {"torch": 16.0, "torch-bf16": 8.0, "fp32": 16.0}
+"""Bytes per parameter by counting, gradients included, where the optimizer cannot say it itself."""
+
+
+def resident(which: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{which}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}")
+
+
+class Meter:
+    """Memory since it was made: of the GPU's allocator, or of this process."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda = torch.cuda.is_available()
+        self.again()
+        self.start = torch.cuda.memory_allocated() if self.cuda else resident("VmRSS")
+
+    def again(self) -> None:
+        """Forget the largest so far."""
+        import torch
+
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def peak(self) -> int:
+        import torch
+
+        return (torch.cuda.max_memory_allocated() if self.cuda else resident("VmHWM")) - self.start
+
+
+def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
+    """Trains in this process; bytes at the peak, and what they should be at least."""
+    import torch
+    from torch import nn
+
+    from optgen.optim import AdamW, Lion
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if way in ("torch", "fp32") else torch.bfloat16
+    micro = 4 if way.startswith("accumulated") else 1
+    sums = None
+    if way == "accumulated-int8":
+        from optgen.accumulate import accumulator
+
+        sums = accumulator("int8")
+
+    def prepare(count: int, size: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(size, size, bias=False, device=device, dtype=dtype) for _ in range(count)))
+        if way.startswith("torch"):
+            return model, torch.optim.AdamW(model.parameters(), foreach=False)
+        rule = Lion if way.startswith("lion") else AdamW
+        optimizer = rule(model.named_parameters(), lr=1e-4, plan="fp32" if way == "fp32" else "int8_split24")
+        if way.endswith("released") or way.startswith("accumulated"):
+            optimizer.release_gradients(model, accumulate=micro, accumulator=sums)
+        return model, optimizer
+
+    def train(model: nn.Module, optimizer: Any, count: int) -> None:
+        x = torch.randn(2, next(iter(model.parameters())).shape[1], device=device, dtype=dtype)
+        for _ in range(count):
+            for _ in range(micro):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(*prepare(2, 128), 2)  # kernels are compiled, libraries loaded
+    meter = Meter()
+    model, optimizer = prepare(layers, width)
+    train(model, optimizer, 1)
+    first = meter.peak()  # states are made in it
+    meter.again()
+    train(model, optimizer, steps - 1)
+    later = meter.peak()
+    numel = layers * width * width
+    kept = EXACT[way] if way in EXACT else optimizer.memory().per_element
+    kept += 2 if way in ("ordinary", "accumulated") else 0  # gradients in bf16
+    kept += 1 + 2 / 64 if sums is not None else 0  # a byte, and two for each block of 64
+    return {
+        "way": way, "parameters": numel, "steps": steps, "device": str(device), "first": first / numel,
+        "per_parameter": later / numel, "counted": kept,
+    }  # fmt: skip
+
+
+def run(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
+    """`measure` in a process of its own, whose allocator gives memory back at once."""
+    command = [sys.executable, __file__, "--one", way, "--layers", str(layers), "--width", str(width)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*command, "--steps", str(steps)], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{way}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]], name: str, versions: str) -> Iterator[str]:
+    first = rows[0]
+    where = "torch.cuda.max_memory_allocated" if first["device"] == "cuda" else "largest resident set"
+    yield f"# Peak memory of training steps: {name}\n"
+    yield f"{first['parameters']:,} parameters; {where}, above that before the model was made; {versions}.\n"
+    yield "| bytes per parameter | peak of a step | of the first step | counted |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        peaks = f"{row['per_parameter']:.2f} | {row['first']:.2f}"
+        yield f"| {WAYS[row['way']]} | {peaks} | {row['counted']:.2f} |"
+    yield "\n*Counted*: weights, states, and gradients where they wait for the step.  The rest is the gradients of one"
+    yield "layer and some tens of megabytes whatever the model, for temporaries and buffers of libraries; in the first"
+    yield "step also what it takes to make the states.  Written by `tools/bench_memory.py`."
+
+
+def machine() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return models[0].partition(":")[2].strip() if models else platform.machine()
+
+
+def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), metavar="WAY")
+    parser.add_argument("--layers", type=int, default=128)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    parser.add_argument("--name", default="", help="memory-NAME.json and .md; none: cpu or cuda")
+    parser.add_argument("--one", choices=list(WAYS), help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    if options.one:
+        say(json.dumps(measure(options.one, options.layers, options.width, options.steps)))
+        return 0
+    import torch
+
+    rows = []
+    for way in options.ways:
+        rows.append(run(way, options.layers, options.width, options.steps))
+        peaks = f"{rows[-1]['per_parameter']:6.2f} bytes per parameter, {rows[-1]['first']:6.2f} in the first step"
+        say(f"{WAYS[way]:<60} {peaks} ({rows[-1]['counted']:.2f} counted)")
+    name = options.name or rows[0]["device"]
+    versions = f"torch {torch.__version__}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    document = {"machine": machine(), "torch": torch.__version__, "rows": rows}
+    (options.out / f"memory-{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join(table(rows, machine(), versions))
+    (options.out / f"memory-{name}.md").write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Writes the checkpoint that tests keep of one format version:
+
+    python tools/make_checkpoint_fixture.py tests/cases/checkpoints/format-1.pt
+
+Run it once when the format changes, at the last commit of the old format; the file is never written again.  It holds
+checkpoints of a few classes and plans after two steps, and a digest of the full weights two steps later.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from optgen.optim import CAME, AdamW
+
+CASES = (
+    ("AdamW", "int8_split24", torch.bfloat16, {"w": (52, 79), "b": (7,)}),
+    ("AdamW", "fp32_master", torch.bfloat16, {"w": (3, 5), "b": (7,)}),
+    ("AdamW", "fp32", torch.float32, {"w": (3, 5), "b": (7,)}),
+    ("CAME", "int8_split24", torch.bfloat16, {"w": (52, 79)}),
+)
+CLASSES = {"AdamW": AdamW, "CAME": CAME}
+
+
+def optimizer(case: tuple[Any, ...]) -> tuple[Any, dict[str, nn.Parameter]]:
+    name, plan, dtype, shapes = case
+    generator = torch.Generator().manual_seed(0)
+    params = {k: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for k, s in shapes.items()}
+    return CLASSES[name](params.items(), lr=1e-2, plan=plan, seed=5, backend="reference"), params
+
+
+def train(opt: Any, params: dict[str, nn.Parameter], steps: Iterable[int]) -> None:
+    for step in steps:
+        for i, p in enumerate(params.values()):
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            p.grad = noise.to(p.dtype)
+        opt.step()
+
+
+def digest(opt: Any) -> str:
+    """Of the bits of the full weights."""
+    found = hashlib.sha256()
+    for name, weight in opt.master_weights().items():
+        found.update(str(name).encode() + weight.numpy().tobytes())
+    return found.hexdigest()
+
+
+def main(path: str) -> None:
+    made = {}
+    for case in CASES:
+        opt, params = optimizer(case)
+        train(opt, params, range(2))
+        saved = {"optimizer": copy.deepcopy(opt.state_dict())}
+        saved["model"] = {name: p.detach().clone() for name, p in params.items()}
+        train(opt, params, range(2, 4))
+        made[f"{case[0]} {case[1]}"] = saved | {"after": digest(opt)}
+    torch.save(made, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
