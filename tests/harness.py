@@ -144,7 +144,7 @@ class Pair:
             rows, columns = rows_and_columns(g.shape)
             ragged = block > 1 and rows > 1 and columns % block != 0
             count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
-            table.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream])
+            table.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream, 0, 0, columns])
             work += [[row, first] for first in range(0, count, tiles)]
         grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[g.dtype]
         aligned = all(t.data_ptr() % 16 == 0 for t in everything)
@@ -170,7 +170,8 @@ class Pair:
         rows = []
         for buffers, g, stream in tensors:
             ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
-            rows.append([t.data_ptr() for t in ordered] + [g.numel(), rows_and_columns(g.shape)[1], stream])
+            columns = rows_and_columns(g.shape)[1]
+            rows.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream, 0, 0, columns])
         table = torch.tensor(rows, dtype=torch.int64)
         scalars = torch.tensor(self.scalars("kernel", step, hypers), dtype=torch.float64).float()
         library = compiled(self.source, str(tensors[0][1].dtype).removeprefix("torch."), isa)

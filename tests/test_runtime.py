@@ -419,16 +419,16 @@ def test_triton_asked_for_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_sharded_parameters_are_refused() -> None:
+def test_parameters_of_which_ranks_hold_summands_are_refused() -> None:
     distributed = pytest.importorskip("torch.distributed")
-    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(DTensor.from_local(torch.ones(4), mesh))
-        with pytest.raises(NotImplementedError, match="DTensor"):
+        p = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+        with pytest.raises(ValueError, match="summand"):
             AdamW([p])
     finally:
         distributed.destroy_process_group()

@@ -51,7 +51,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def wanted_torch() -> str:
-    """"cpu" or "cuda"."""
+    """ "cpu" or "cuda"."""
     asked = os.environ.get("OPTGEN_TORCH", "")
     if asked in ("cpu", "cuda"):
         return asked

@@ -173,13 +173,13 @@ def _block_size(program: Program) -> int:
 
 
 def step_function(step: Step, function: str, source: str = "") -> list[str]:
-    """`def function(p, g, fields..., scalars..., step_key, stream_key)`: one step, in place."""
+    """`def function(p, g, fields..., scalars..., step_key, stream_key, place)`: one step, in place."""
     host = [let.name for let in step.host]
     tensors = [f"{b.name}_tensor" for b in step.program.buffers]
-    out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key"], "):")
+    out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key", "place=None"], "):")
     out.append('    """One step in place, in strict maths."""')
     blocks = [_block_size(s.schedule.program) for s in step.stages]
-    out.append(f"    b = Blocks(p_tensor, {blocks[0]})")
+    out.append(f"    b = Blocks(p_tensor, {blocks[0]}, place)")
     if host:
         # One name needs the comma that makes it a tuple; more are wrapped in parentheses where they are many.
         names = wrapped("(", host, f"{',' if len(host) == 1 else ''}) = scalars(")
@@ -194,7 +194,7 @@ def step_function(step: Step, function: str, source: str = "") -> list[str]:
         if k and stage.space == spaces.elem:
             before = next((blocks[i] for i in range(k - 1, -1, -1) if step.stages[i].space == spaces.elem), blocks[0])
             if before != blocks[k]:
-                out.append(f"    b = Blocks(p_tensor, {blocks[k]})")
+                out.append(f"    b = Blocks(p_tensor, {blocks[k]}, place)")
         printer = ReferencePrinter(SPELL, {}, stage.space)
         lines = bound_lines(sweep.lets, printer)
         first = [s for s in sweep.stores if program.buffer(s.buffer).role == "partial"]

@@ -263,7 +263,9 @@ class Table:
 
     width    entries of a row
     columns  buffer -> the entry that is its address
-    numel    the entry that is the number of elements; columns and stream key follow
+    numel    the entry that is the number of elements; then columns, stream key, and where the tensor lies in the
+             logical one: row and column of the first element, columns; of several stages also rows and columns of its
+             matrices, and its numel
     """
 
     width: int
@@ -274,7 +276,7 @@ class Table:
     def of(cls, program: Program) -> Table:
         """The table of a step that is one kernel."""
         names = [b.name for b in program.buffers]
-        return cls(len(names) + 3, {name: i for i, name in enumerate(names)}, len(names))
+        return cls(len(names) + 6, {name: i for i, name in enumerate(names)}, len(names))
 
 
 @dataclass(frozen=True)
@@ -447,7 +449,7 @@ LOCALS = frozenset(
     "origin count before number pair odd part end few few_blocks few_eights at_eight live_eight eight eights "
     "matrices rows width height top left panel panels "
     "stack matrix below which full padded group live_row live_col live_mat at_row at_col at_mat extent_rows "
-    "extent_columns extent_elements".split()
+    "extent_columns extent_elements begin pace".split()
 )
 
 
@@ -480,6 +482,8 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"    columns = tl.load(row + {table.numel + 1})")
     if "stream_key" in keys(schedule):
         out.append(f"    stream_key = tl.load(row + {table.numel + 2}).to(tl.int32)")
+    if counted:
+        out += numbers(table, block)
     out += extents(program, table)
     strict = program.maths == "strict"
     shape = f"[TILE // {block}, {block}]" if block > 1 else "[TILE]"
@@ -508,8 +512,22 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     # lanes of a whole tile.
     if block == 1:
         out.append("    LESS: tl.constexpr = TILE" + ("" if found else " // 2"))
-        out.append("    at = tl.arange(0, TILE)")
         out.append("    few = tl.arange(0, LESS)")
+        if counted:
+            out.append("    if RAGGED:")
+            out.append(
+                "        # Rows are parts of longer ones, or begin within eight elements: every access is masked."
+            )
+            out.append(f"        columns = tl.load(row + {table.numel + 1})")
+            out.append("        end = tl.minimum((first + TILES) * (TILE // LESS), tl.cdiv(numel, LESS))")
+            out.append("        for tile in range(first * (TILE // LESS), end):")
+            out.append("            where = tile * LESS + few")
+            out.append("            live = where < numel")
+            out.append("            number = (begin + where // columns * pace + where % columns).to(tl.int32)")
+            out += call(" " * 12, "", "", "True", at="where", live="live", index="number")
+            out.append("    else:")
+            pad = " " * 8
+        out.append(f"{pad}at = tl.arange(0, TILE)")
     else:
         out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
         out.append("    FEW: tl.constexpr = BLOCKS" if found else "    FEW: tl.constexpr = (BLOCKS + 1) // 2")
@@ -533,7 +551,10 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
             out.append("            at_eight = (block // per_row * ((columns + 7) // 8))[:, None] + lane // 8")
             out.append("            live_eight = (lane < columns) & live_block[:, None]")
         if counted:
-            out.append(f"            number = (block.to(tl.int32) * {block})[:, None] + tl.arange(0, {block})[None, :]")
+            out.append(
+                f"            number = (begin + block // per_row * pace + block % per_row * {block}).to(tl.int32)"
+            )
+            out.append(f"            number = number[:, None] + tl.arange(0, {block})[None, :]")
         ragged = dict(at="where", at_block="block", live="live", live_block="live_block", index="number")
         out += call(" " * 12, "", "", "True", **ragged)
         out.append("    else:")
@@ -551,7 +572,8 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out += [f"{pad}{b.name}_ptr += {further_on(b, *moves)}" for b in elementwise]
     out.append(f"{pad}count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)")
     if counted:
-        out.append(f"{pad}before = origin.to(tl.int32)")
+        eights = "begin" if block > 1 else "begin // 8 * 8"
+        out.append(f"{pad}before = ({eights} + origin).to(tl.int32)")
     # Pairs are unrolled here, not by the compiler: what is known to lie a tile further on needs no address of its own.
     full = dict(at="at", at_block="at_block", live="at", live_block="at_block", live_eight="at_eight")
     out.append(f"{pad}for pair in range(0, count // (2 * TILE)):")
@@ -562,11 +584,11 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out.append(f"{pad}    start = {'pair' if counted else 'opaque(pair)'} * (2 * TILE)")
     out.append(f"{pad}    for odd in tl.static_range(2):")
     further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
-    out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + at")
+    out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + (at & -8) | at & 7")
     out.append(f"{pad}tile = count // (2 * TILE) * 2")
     out.append(f"{pad}start = tile * TILE")
     out.append(f"{pad}if start + TILE <= count:")
-    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + at")
+    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + (at & -8) | at & 7")
     # No loop, which would carry the address of every element.
     out.append(f"{pad}for part in tl.static_range(TILE // LESS):")
     out.append(f"{pad}    start = count // TILE * TILE + part * LESS")
@@ -578,7 +600,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"{pad}        live_eight = few_eights * 8 < count - start")
     partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block", at_eight="few_eights")
     further = "start", "count // TILE * BLOCKS + part * FEW"
-    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + few")
+    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + (few & -8) | few & 7")
     for t in found:
         lanes = f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])"
         for b in t.partials:
@@ -620,10 +642,23 @@ def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[s
     return out
 
 
+def numbers(table: Table, block: int) -> list[str]:
+    """How the elements are numbered, each row in whole blocks: from `begin` on, rows `pace` apart.
+
+    Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
+    they hash once for eight elements.
+    """
+    wide = f"tl.load(row + {table.numel + 5})"
+    pace = wide if block == 1 else f"({wide} + {block - 1}) // {block} * {block}"
+    at, lane = (f"tl.load(row + {table.numel + k})" for k in (3, 4))
+    lane += f" // {block} * {block}" if block > 1 else ""
+    return [f"    pace = {pace}", f"    begin = {at} * pace + {lane}"]
+
+
 def extents(program: Program, table: Table) -> list[str]:
-    """The sizes of a tensor that the program computes with, as fp32."""
+    """The sizes of the logical tensor that the program computes with, as fp32."""
     wanted = {n.attr for n in postorder(program.roots()) if n.op == "extent"}
-    at = {"rows": table.numel - 2, "columns": table.numel - 1, "elements": table.numel}
+    at = {x: table.numel + 6 + k for k, x in enumerate(("rows", "columns", "elements"))}
     return [f"    extent_{x} = tl.load(row + {at[x]}).to(tl.float32)" for x in at if x in wanted]
 
 

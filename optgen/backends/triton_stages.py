@@ -34,6 +34,7 @@ from optgen.backends.triton import (
     is_packed,
     kernel,
     keys,
+    numbers,
     pointers,
     registers,
     scalar_ranges,
@@ -75,7 +76,7 @@ class Frame:
 
     values    the entries with addresses of what is kept from step to step and of temps
     partials  of what sweeps reduce: the entries with addresses of the partial results
-    matrices  the entry that is the number of matrices; rows and columns follow, then numel, columns, stream key
+    matrices  the entry that is the number of matrices; rows and columns follow, then what triton.Table says
     dense     how many dense operands the widest sweep has
     """
 
@@ -101,7 +102,7 @@ class Frame:
 
     @property
     def width(self) -> int:
-        return self.numel + 3 + self.dense
+        return self.numel + 9 + self.dense
 
     def table(self, program: Program) -> Table:
         """What a stage reads: of a reduction of elements, the partial results."""
@@ -230,6 +231,8 @@ def _head(schedule: Schedule, function: str, arguments: Sequence[str], doc: str,
     out += pointers(program, frame.table(program), "ALIGNED" if "ALIGNED: tl.constexpr" in arguments else "False")
     if "stream_key" in keys(schedule):
         out.append(f"    stream_key = tl.load(row + {frame.numel + 2}).to(tl.int32)")
+    if _is_counted(program):
+        out += numbers(frame.table(program), program.block)
     return out + extents(program, frame.table(program))
 
 
@@ -303,15 +306,18 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         out.append(f"    eight = block * {block // 8} + tl.arange(0, {block // 8})[None, None, :]")
         out.append("    at_eight = at_row * eights.to(tl.int32) + eight")
     if counted:
-        padded = f"blocks.to(tl.int32) * {block}" if block > 1 else "columns.to(tl.int32)"
-        out.append(f"    padded = {padded}")
-        out.append("    before = top.to(tl.int32) * padded + left.to(tl.int32) + lane")
+        # Rows of matrices are those of dimension 0, or follow one another.
+        padded = f"blocks * {block}" if block > 1 else "columns"
+        out.append(f"    padded = tl.where(columns == tl.load(row + {frame.numel + 1}), pace, {padded}).to(tl.int32)")
+        # Rows of blocks begin with a multiple of 8, of which compilers are to know.
+        across, eight = ("(lane & -8)", " | lane & 7") if block > 1 else ("lane", "")
+        out.append(f"    before = begin.to(tl.int32) + top.to(tl.int32) * padded + left.to(tl.int32) + {across}")
     for t in found:
         if any(b.space.name == "col" for b in t.partials):
             out.append(f"    {t.name}s = tl.full([{panel}], {_nothing(t)}, tl.float32)")
     given = {"at_col": "lane", "at_mat": "0", "live_mat": "rows > 0"}
     if counted:
-        given["index"] = "before + (start + at_row) * padded"
+        given["index"] = f"before + (start + at_row) * padded{eight}"
     moved = {}
     for b in program.buffers:
         if b.space.size or b.dtype.packed:
@@ -381,13 +387,13 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     doc = "tiles of a tensor of any shape"
     out = _head(schedule, f"{function}_flat", ["TILES: tl.constexpr"], doc, frame)
     for i, t in enumerate(found):
-        out.append(f"    {t.name}_ptr = pointer(row + {frame.numel + 3 + i}, tl.float32, False)")
+        out.append(f"    {t.name}_ptr = pointer(row + {frame.numel + 9 + i}, tl.float32, False)")
     if read:
         out.append(f"    height = tl.load(row + {frame.matrices + 1})")
         out.append(f"    width = tl.load(row + {frame.matrices + 2})")
     out.append(f"    numel = tl.load(row + {frame.numel})")
     out.append("    first = tl.load(item + 1).to(tl.int64)")
-    given = {"at_block": "block", "index": "number"} if block > 1 else {"index": "at.to(tl.int32)"}
+    given = {"index": "number", **({"at_block": "block"} if block > 1 else {})}
     if block > 1:
         out.append(f"    columns = tl.load(row + {frame.numel + 1})")
         out.append(f"    per_row = tl.cdiv(columns, {block})")
@@ -404,12 +410,16 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
             out.append("        at_eight = block // per_row * tl.cdiv(columns, 8) + lane // 8")
             out.append("        live_eight = live_block & (lane < columns)")
         if _is_counted(program):
-            out.append(f"        number = block.to(tl.int32) * {block} + tl.arange(0, {block})[None, :]")
+            out.append("        number = (begin + block // per_row * pace + lane).to(tl.int32)")
     else:
+        if _is_counted(program):
+            out.append(f"    columns = tl.load(row + {frame.numel + 1})")
         out.append(f"    end = tl.minimum(first + TILES, tl.cdiv(numel, {size}))")
         out.append("    for tile in range(first, end):")
         out.append(f"        at = tile * {size} + tl.arange(0, {size})")
         out.append("        live = at < numel")
+        if _is_counted(program):
+            out.append("        number = (begin + at // columns * pace + at % columns).to(tl.int32)")
     if "row" in read:
         out.append("        at_row = at // width")
     if "mat" in read or "col" in read:
@@ -455,6 +465,8 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
         out += [*round_.values(), "", "", *round_.loops(), "", ""]
     host = list(dict.fromkeys(h for x in programs for h in _host(x)))
     args = ["table", "work", *(f"{h}: tl.float32" for h in host), "LANES: tl.constexpr"]
+    if len(level) > 1:
+        args.append("ROUND: tl.constexpr = -1")
     out += ["@triton.jit", *wrapped(f"def {function}(", args)]
     out.append(f'    """{programs[0].name}: matrices of one tensor; see optgen.runtime.stages."""')
     out.append("    item = work + 3 * tl.program_id(0)")
@@ -466,10 +478,15 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
     out.append(f"    rows = tl.load(row + {frame.matrices + 1})")
     out.append(f"    columns = tl.load(row + {frame.matrices + 2})")
     out += dict.fromkeys(line for x in programs for line in extents(x, frame.table(x)))
+    if len(level) > 1:
+        out.append("    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.")
     for i, (name, stage) in enumerate(level):
+        lines = [f"    {x}" for x in wrapped(f"{name}_round(", _Round(stage, name).taken, close=")")]
+        if len(level) > 1:
+            lines = [f"    if ROUND < 0 or ROUND == {i}:", *(f"    {x}" for x in lines)]
         if i:
             out.append("    tl.debug_barrier()  # what one round stores the next ones load")
-        out += [f"    {x}" for x in wrapped(f"{name}_round(", _Round(stage, name).taken, close=")")]
+        out += lines
     return out
 
 

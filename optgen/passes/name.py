@@ -19,7 +19,7 @@ from optgen.ir.program import Let, Schedule, Sweep
 RESERVED = {
     *keyword.kwlist,
     *dir(builtins),
-    *"tl triton torch g_ptr step_key stream_key MASKED at at_block live live_block index".split(),
+    *"tl triton torch g_ptr step_key stream_key place MASKED at at_block live live_block index".split(),
     *"get put pointer reciprocal inverse rint sign minus rotl block_max block_min block_magnitude".split(),
     *"widened counter joined byte opaque".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),

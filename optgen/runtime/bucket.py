@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optgen.runtime import layout, plans, state
+from optgen.runtime import layout, plans, sharding, state
 from optgen.runtime.control import Step
 from optgen.runtime.records import Variant
 
@@ -29,6 +29,9 @@ class Bucket:
     params, grads  as the user holds them until `localize`, then contiguous
     kernel         of the C++ backend: its compiled function
     written        (the user's tensor, the contiguous copy that the step writes)
+    cut            what of its tensors' matrices lies over several ranks ("row", "col", "lead"), all of them alike
+    shards         of each parameter that is a DTensor; params, grads and states are then the parts on this rank
+    places         where each tensor lies in its logical tensor; None: each is all of it
     """
 
     group: int
@@ -48,6 +51,24 @@ class Bucket:
     names: list[str | int] = field(default_factory=list)
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kernel: Callable[..., int] | None = None
+    cut: frozenset[str] = frozenset()
+    shards: list[sharding.Shard | None] = field(default_factory=list)
+    places: list[layout.Place] | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the host has something to do between its kernels: a sum over the model or over ranks, a function of
+        matrices."""
+        return not self.variant.is_simple or (bool(self.variant.stages) and bool(self.cut))
+
+    @property
+    def waits(self) -> bool:
+        """Whether its step is made together with those of other buckets."""
+        return bool(self.variant.model_temps) or (bool(self.variant.stages) and bool(self.cut))
+
+    def numel(self, i: int) -> int:
+        """Elements of the logical tensor."""
+        return self.params[i].numel() if self.places is None else self.places[i].numel
 
     @property
     def first(self) -> tuple[Tensor, str | int]:
@@ -96,10 +117,31 @@ class Bucket:
         for user, copy in self.written:
             user.copy_(copy)
         done = self.step + 1
-        for s in self.states:
+        owned = [shard.owner for shard in self.shards if shard is not None]
+        for s in (*self.states, *owned):
             s["step"] = done
             for name, value in zip(self.variant.host_names, host, strict=True):
                 s[name] = value
+        sharded = [shard.p for shard in self.shards if shard is not None]
+        if sharded:
+            torch.autograd.graph.increment_version(sharded)
+
+    def kept(self, i: int) -> Tensor:
+        """What the states of a parameter belong to: it, or its part on this rank."""
+        shard = self.shards[i]
+        return self.params[i] if shard is None or shard.gathered or not shard.whole else sharding.local(shard.p)
+
+    def settle(self) -> None:
+        """Where parameters lie, once it is known which of them the kernels see whole."""
+        if not any(self.shards):
+            return
+        matrix, places = self.variant.matrix, []
+        for p, shard in zip(self.params, self.shards, strict=True):
+            if shard is None or shard.whole:
+                places.append(layout.place(layout.matrix_shape(matrix, p.shape)))
+            else:
+                places.append(shard.layout.place(matrix))
+        self.places = places
 
 
 def run_reference(bucket: Bucket, scalars: Sequence[float], step_key: int) -> None:
@@ -114,8 +156,10 @@ def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> 
     function: Callable[..., Any] = getattr(module, bucket.variant.step_name)
     names = bucket.variant.names
     wide = {f.name for f in bucket.variant.fields if f.per == 1 and f.space == "elem"}
-    for p, g, s, stream in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, strict=True):
+    places: Sequence[layout.Place | None] = bucket.places or [None] * len(bucket.params)
+    for p, g, s, stream, place in zip(bucket.params, bucket.grads, bucket.states, bucket.streams, places, strict=True):
         shape = layout.matrix_shape(bucket.variant.matrix, p.shape)
         if p.numel():
             fields = (s[name].view(shape) if name in wide else s[name] for name in names)
-            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream)
+            where = [] if place is None else [place[:3]]
+            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, *where)

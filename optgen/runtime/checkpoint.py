@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime import foreign, layout, low_bits, options, plans, state
+from optgen.runtime import foreign, layout, low_bits, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float
@@ -219,7 +219,8 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Aren
     sizes: list[int] = []
     for p in params:
         with suppress(TypeError, ValueError):
-            sizes += state.sizes(select(cls, group, p)[2], p, {}) if p.device.type == "cpu" else ()
+            here = p.device.type == "cpu" and not sharding.is_sharded(p)
+            sizes += state.sizes(select(cls, group, p)[2], p, {}) if here else ()
     return Arena(sizes)
 
 
@@ -249,9 +250,17 @@ def _load_one(
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
-    dense = not own and is_dense(variant, p, found)
     before = len(misfits.lines)
     where = f"{where}, plan {plan_name}"
+    parts = None
+    if sharding.is_sharded(p):
+        try:
+            parts = sharding.Parts.of(p, variant)
+            p, found = parts.weight(p), parts.taken(found)
+        except ValueError as error:
+            misfits.add(f"{where}: {error}")
+            return None
+    dense = not own and is_dense(variant, p, found)
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
     for key in sorted(map(str, found.keys() - expected)):
         misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
@@ -266,7 +275,7 @@ def _load_one(
             made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
             if exact is not None:
                 rounded.append((p, made.pop("p")))
-        return made
+        return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)
         if tensor is not None:
@@ -276,7 +285,7 @@ def _load_one(
         coded = [n for n in variant.states if not variant.is_plain(n)]
         _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
-    return made
+    return made if parts is None else parts.wrapped(made)
 
 
 def _true_rounding(
@@ -361,5 +370,5 @@ def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[st
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
     for name in variant.host_names:
         dense[name] = torch.tensor(entry[name], dtype=torch.float32)
-    dense.update(layout.decode(plan, variant, p, entry, variant.states))
+    dense.update(sharding.decode(plan, variant, p, entry, variant.states))
     return dense

@@ -74,10 +74,10 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     wanted = expected(variant, bucket.grad_dtype)
     if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
         return native.Unavailable(f"{variant.kernel_name} was printed again since {bucket.plan.__name__} was imported")
-    function = library.optgen_step if variant.is_simple else library.optgen_stages
+    function = library.optgen_stages if bucket.in_parts else library.optgen_step
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
-    if not variant.is_simple:
+    if bucket.in_parts:
         function.argtypes = (*function.argtypes, ctypes.c_int32, ctypes.c_int32)
     return function
 
@@ -109,7 +109,7 @@ def expected(variant: Variant, grad: torch.dtype) -> list[int]:
 class Table:
     """A bucket's tensors as its kernel reads them; those without elements are left out.
 
-    rows      int64, `width` a row: addresses of p, g and the fields, numel, columns, stream key
+    rows      int64, `width` a row: addresses of p, g and the fields, then six sizes (launch.rows)
     elements  in all
     room      what the rows point to beside the bucket's own tensors (steps of several stages)
     """
@@ -133,11 +133,11 @@ def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
     rows = array("q")
     elements = 0
     for line in lines:
-        numel = line[-3]
+        numel = line[-6]
         if numel:
             rows.extend(line)
             elements += numel
-    return Table(rows, fields + 5, elements)
+    return Table(rows, fields + 8, elements)
 
 
 _forked = False
@@ -161,7 +161,7 @@ def threads(elements: int) -> int:
 def run(bucket: Bucket, table: Table, scalars: Sequence[float], step_key: int) -> None:
     """One call; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
     assert bucket.kernel is not None
-    if not bucket.variant.is_simple:
+    if bucket.in_parts:
         staged.run(runner(bucket, table, scalars, step_key))
         return
     given = (ctypes.c_float * len(scalars))(*scalars)

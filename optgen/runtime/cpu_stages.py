@@ -1,7 +1,8 @@
 """Steps of several stages on CPU tensors: their table, and the room that they work in.
 
 A row of the table (optgen/runtime/cpp/stages.h): addresses of p, g, the fields, the temps, the partial results of
-sweeps; address of the dense copy or 0; matrices, rows, columns of the last two dimensions; numel, columns, stream key.
+sweeps; address of the dense copy or 0; matrices, rows, columns of the last two dimensions; numel, columns, stream key;
+where it lies in the logical tensor (layout.Place).
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def table(
     shapes: Sequence[torch.Size],
     streams: Sequence[int],
     columns: Sequence[Sequence[int]],
+    places: Sequence[layout.Place] | None = None,
     old: Table | None = None,
 ) -> Table:
-    """The table of a bucket's tensors; those without elements are left out.
+    """The table of a bucket's tensors; those whose logical tensors have no elements are left out.
 
     columns   addresses of p, g and the fields, for each tensor
     old       a table for the same shapes: its room is used again, because nothing in it outlives a step
@@ -50,12 +52,13 @@ def table(
     room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes)
     out, elements = array("q"), 0
     columns = [*columns, *room.columns]
-    for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True):
-        numel = math.prod(shape)
-        if numel:
-            out.extend((*addresses, *matrices(shape), numel, layout.grid(shape)[1], stream))
+    places = places or [layout.place(shape) for shape in shapes]
+    for *addresses, shape, stream, place in zip(*columns, shapes, streams, places, strict=True):
+        if place.numel:
+            numel = math.prod(shape)
+            out.extend((*addresses, *matrices(shape), numel, layout.grid(shape)[1], stream, *place))
             elements += numel
-    return Table(out, len(columns) + 6, elements, room)
+    return Table(out, len(columns) + 12, elements, room)
 
 
 def make(variant: Variant, shapes: Sequence[torch.Size]) -> Workspace:

@@ -31,11 +31,12 @@ class Blocks:
     """A tensor of `p`'s shape read as (rows, blocks, size); with size 1 it is left as it is.
 
     `live` is None where every block is full, else a bool tensor (1, blocks, size) that is False in the
-    lanes past the end of a row.
+    lanes past the end of a row.  `place` says where it lies in the logical tensor that it is a part of (row and column
+    of its first element, columns of that tensor); None: it is all of it.
     """
 
-    def __init__(self, p: Tensor, size: int) -> None:
-        self.shape, self.size, self.device = p.shape, size, p.device
+    def __init__(self, p: Tensor, size: int, place: tuple[int, int, int] | None = None) -> None:
+        self.shape, self.size, self.device, self.place = p.shape, size, p.device, place
         self.rows, self.columns = rows_and_columns(p.shape)
         self.blocks = -(-self.columns // size)
         self.padding = self.blocks * size - self.columns
@@ -68,8 +69,11 @@ class Blocks:
 
         Counted so, eight elements that share a hash never straddle two blocks.
         """
-        lanes = self.rows * self.blocks * self.size
-        flat = torch.arange(lanes, device=self.device).to(torch.int32)
+        across = self.blocks * self.size
+        row, column, width = self.place or (0, 0, self.columns)
+        pace = -(-width // self.size) * self.size
+        down = (torch.arange(self.rows, device=self.device) + row) * pace + column
+        flat = (down[:, None] + torch.arange(across, device=self.device)).to(torch.int32)
         return flat.view(self.shape if self.size == 1 else (self.rows, self.blocks, self.size))
 
     def flat(self, x: Tensor) -> Tensor:

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import checkpoint, layout
+from optgen.runtime import checkpoint, sharding
 
 
 def weights(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-    """What `cls.evaluation` makes of a parameter and its states: fp32, of p's shape."""
+    """What `cls.evaluation` makes of a parameter and its states: fp32, of the shape of p, or of its part here."""
     _, plan, variant = checkpoint.select(cls, group, p)
     function = cls.evaluation
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     options = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    values = layout.decode(plan, variant, p, kept, names)
+    values = sharding.locals_of(sharding.decode(plan, variant, p, kept, names))
     hypers = {hyper.name: hyper.read(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in options}
     made = function(*(values[name] for name in names), **hypers)
     assert isinstance(made, Tensor)

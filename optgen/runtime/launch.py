@@ -113,36 +113,53 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def rows(columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams: Sequence[int]) -> list[list[int]]:
-    """The table, a row per tensor: its addresses (p, g, the fields), numel, columns, stream key."""
+SIZES = 6
+"""Entries of a table row behind its addresses."""
+
+
+def rows(
+    columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams: Sequence[int], places: Places = None
+) -> list[list[int]]:
+    """The table, a row per tensor: its addresses (p, g, the fields), numel, columns, stream key; then where it lies in
+    the logical tensor: row and column of its first element, columns of that tensor (layout.Place)."""
     return [
-        [*addresses, math.prod(shape), layout.grid(shape)[1], stream]
-        for *addresses, shape, stream in zip(*columns, shapes, streams, strict=True)
+        [*addresses, math.prod(shape), layout.grid(shape)[1], stream, *place[:3]]
+        for *addresses, shape, stream, place in zip(
+            *columns, shapes, streams, places or map(layout.place, shapes), strict=True
+        )
     ]
 
 
 def stage_rows(
-    columns: Sequence[Sequence[int]], room: Workspace, shapes: Sequence[torch.Size], streams: Sequence[int]
+    columns: Sequence[Sequence[int]],
+    room: Workspace,
+    shapes: Sequence[torch.Size],
+    streams: Sequence[int],
+    places: Places = None,
 ) -> list[list[int]]:
     """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials), then the number
-    of matrices, their rows and columns, then numel, columns, stream key."""
+    of matrices, their rows and columns, then as in `rows`; then rows and columns of the matrices of the logical tensor,
+    and its numel."""
     sizes = [list(column) for column in zip(*(matrices(shape) for shape in shapes), strict=True)]
-    return rows([*columns, *room.columns, *sizes], shapes, streams)
+    lines = rows([*columns, *room.columns, *sizes], shapes, streams, places)
+    return [[*line, *place[3:]] for line, place in zip(lines, places or map(layout.place, shapes), strict=True)]
 
 
 def sizes(line: Sequence[int]) -> tuple[int, int]:
     """(numel, columns) of a table row."""
-    return line[-3], line[-2]
+    return line[-SIZES], line[-SIZES + 1]
 
 
 def is_aligned(line: Sequence[int]) -> bool:
-    return all(address % ALIGNMENT == 0 for address in line[:-3])
+    return all(address % ALIGNMENT == 0 for address in line[:-SIZES])
 
 
-def is_ragged(line: Sequence[int], block: int) -> bool:
-    """Whether rows end within a block, so that blocks are not flat memory."""
+def is_ragged(line: Sequence[int], block: int, counted: bool) -> bool:
+    """Whether blocks are walked row by row: where rows end within a block, so that blocks are not flat memory; or where
+    elements are counted, and rows are parts of longer ones or do not begin with whole eights (stages.is_apart)."""
     numel, columns = sizes(line)
-    return columns % block != 0 and numel != columns
+    ends_within = columns % block != 0 and numel != columns
+    return ends_within or (counted and stages.is_apart(numel, columns, block, line[-3:]))
 
 
 def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:
@@ -174,8 +191,11 @@ class Launch:
     work: Tensor
 
 
-Signature = tuple[list[torch.Size], list[int], list[list[int]]]
-"""(shapes, stream keys, columns of addresses) of a bucket's tensors: while equal, the tables hold."""
+Places = Sequence[layout.Place] | None
+"""Of each tensor; None: each is all of its logical tensor."""
+
+Signature = tuple[list[torch.Size], list[int], list[list[int]], Places]
+"""(shapes, stream keys, columns of addresses, places) of a bucket's tensors: while equal, the tables hold."""
 
 
 def signature(bucket: Bucket) -> Signature:
@@ -186,7 +206,7 @@ def signature(bucket: Bucket) -> Signature:
     shapes = [p.shape for p in params]
     if bucket.variant.matrix != "last":
         shapes = [layout.matrix_shape(bucket.variant.matrix, shape) for shape in shapes]
-    return shapes, bucket.streams, columns
+    return shapes, bucket.streams, columns, bucket.places
 
 
 @dataclass(slots=True)
@@ -232,12 +252,12 @@ class Tables:
         return self.scalars
 
 
-def _sorted(lines: Sequence[list[int]], block: int) -> dict[tuple[bool, bool], list[list[int]]]:
+def _sorted(lines: Sequence[list[int]], block: int, counted: bool) -> dict[tuple[bool, bool], list[list[int]]]:
     """Rows of tensors that have elements, by (aligned, ragged)."""
     parts: dict[tuple[bool, bool], list[list[int]]] = {}
     for line in lines:
         if sizes(line)[0]:
-            parts.setdefault((is_aligned(line), is_ragged(line, block)), []).append(line)
+            parts.setdefault((is_aligned(line), is_ragged(line, block, counted)), []).append(line)
     return parts
 
 
@@ -274,7 +294,9 @@ class Launcher:
             stream = None  # a graph has a stream of its own
             if not self._capturing:
                 stream = torch.cuda.current_stream().cuda_stream if bucket.device.type == "cuda" else 0
+            place: tuple[object, ...]
             place = (bucket.group, bucket.backend, bucket.variant, bucket.grad_dtype, bucket.device, stream, _tuning)
+            place = (*place, bucket.cut)
             self._alike[place] += 1  # several buckets where parameters have made unequally many steps
             key = (*place, self._alike[place])
             if self._capturing:
@@ -287,7 +309,7 @@ class Launcher:
                     old = Tables(now, [], cpu_stages.table(bucket.variant, *now, same))
                 elif bucket.backend == "cpp":
                     columns, names = now[2], bucket.variant.names
-                    old = Tables(now, [], cpu.table(rows(columns, now[0], now[1]), len(names)))
+                    old = Tables(now, [], cpu.table(rows(columns, now[0], now[1], now[3]), len(names)))
                 elif bucket.variant.stages:
                     kernels = plans.part(bucket.plan, "triton_kernels")
                     kept = old.staged if old else None
@@ -315,14 +337,14 @@ class Launcher:
 
     def _moved(self, bucket: Bucket, now: Signature, last: Tables) -> Tables:
         """The same tables for other addresses: nothing is allocated on the host or read."""
-        shapes, streams, columns = now
+        shapes, streams, columns, places = now
         spare, last.spare = last.spare, []
         if last.staged is not None:
             lines = stages.lines(last.staged, now, stage_rows)
             parts = [lines] if lines is not None else []
         else:
             block = bucket.variant.block
-            sorted_lines = _sorted(rows(columns, shapes, streams), block)
+            sorted_lines = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
             alike = [(x.aligned, x.ragged, x.sizes) for x in last.launches]
             found = [(aligned, ragged, [sizes(x) for x in part]) for (aligned, ragged), part in sorted_lines.items()]
             parts = list(sorted_lines.values()) if found == alike else []
@@ -342,8 +364,8 @@ class Launcher:
         block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = _tuning.sizes(kernels, function)
-        shapes, streams, columns = now
-        parts = _sorted(rows(columns, shapes, streams), block)
+        shapes, streams, columns, places = now
+        parts = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
         for (aligned, ragged), lines in parts.items():
@@ -363,14 +385,14 @@ def made(bucket: Bucket, tables: Tables) -> replay.Made:
     """A bucket's step, as it can be made again."""
     if tables.table is not None:
         return replay.Made(bucket, tables.table)
-    shapes, streams, columns = tables.signature
-    table = cpu.table(rows(columns, shapes, streams), len(bucket.variant.names))
+    shapes, streams, columns, places = tables.signature
+    table = cpu.table(rows(columns, shapes, streams, places), len(bucket.variant.names))
     return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None)
 
 
 def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:
     """Launch; the tensors are changed behind autograd's back, so their version counters are moved by hand."""
-    if not bucket.variant.is_simple:
+    if bucket.in_parts:
         staged.run(runner(bucket, tables, scalars, step_key))
         return
     starter(bucket, tables)(scalars, step_key)

@@ -31,6 +31,30 @@ def grid(shape: torch.Size) -> tuple[int, int]:
     return 1, math.prod(shape)
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in the logical tensor that it is a part of: the whole of it where nothing is sharded.
+
+    row, column    of its first element, in the 2-D view of the logical tensor
+    width          columns of that view
+    rows, columns  of the matrices of the logical tensor
+    numel          of the logical tensor
+    """
+
+    row: int
+    column: int
+    width: int
+    rows: int
+    columns: int
+    numel: int
+
+
+@functools.lru_cache(maxsize=65536)
+def place(shape: torch.Size) -> Place:
+    """The place of a tensor that is no part of another one."""
+    rows, columns = (1, math.prod(shape)) if len(shape) < 2 else shape[-2:]
+    return Place(0, 0, grid(shape)[1], rows, columns, math.prod(shape))
+
+
 def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     """Shape of a field's tensor for a parameter of that shape."""
     if field.space != "elem":

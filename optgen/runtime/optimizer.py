@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
@@ -29,9 +28,11 @@ from optgen.runtime import (
     plans,
     release,
     replay,
+    sharding,
     shared,
     state,
     weights,
+    whole,
 )
 from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
@@ -48,6 +49,9 @@ class Entry(NamedTuple):
     group: dict[str, Any]
     position: int
     name: str | int
+
+
+_UNCUT: frozenset[str] = frozenset()
 
 
 class Ready(NamedTuple):
@@ -224,6 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
         self._refuse_vectors(tensors, {**group, **found}, params)
+        self._refuse_layouts(tensors, {**group, **found}, params)
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
@@ -233,9 +238,6 @@ class Optimizer(torch.optim.Optimizer):
     def _admit(self, p: Tensor) -> None:
         """Refuses what no kernel can update rightly.  Frozen tensors may be anything."""
         owner = type(self).__name__
-        tensor_module = sys.modules.get("torch.distributed.tensor")
-        if tensor_module is not None and isinstance(p, tensor_module.DTensor):
-            raise NotImplementedError(f"{owner} does not support DTensor parameters")
         if not p.requires_grad:
             return
         if p.is_complex():
@@ -263,6 +265,28 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{cls.__name__}: {label} has no rows and columns, whose statistics this rule needs; "
                     f"give such parameters to another optimizer"
+                )
+
+    def _refuse_layouts(self, tensors: list[Tensor], group: dict[str, Any], params: Any) -> None:
+        """ValueError for a parameter of several ranks whose parts no kernel can update."""
+        first = sum(len(g["params"]) for g in self.param_groups)
+        given = params if isinstance(params, list) else []
+        names = {id(p[1]): str(p[0]) for p in given if isinstance(p, tuple)}
+        for i, p in enumerate(tensors):
+            flattened = getattr(p, "_fsdp_flattened", False)
+            if not p.requires_grad or not (flattened or sharding.is_sharded(p)):
+                continue
+            cls, name = type(self), names.get(id(p), first + i)
+            plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
+            limit = plans.small_numel(plan)
+            variant = plans.variant(plan, p.dtype, p.numel() < limit, options.flags_of(cls, group, tuple(p.shape)))
+            if not flattened:
+                self._shard(variant, p, None, first + i, name)
+            elif variant.stages or variant.stochastic or variant.block > 1 or limit:
+                raise ValueError(
+                    f"{cls.__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
+                    f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
+                    f"element-wise rule under a plan without blocks and random bits (fp32, fp32_master)"
                 )
 
     def _entries(self) -> Iterator[Entry]:
@@ -320,7 +344,7 @@ class Optimizer(torch.optim.Optimizer):
         together = []
         for ready in prepared:
             bucket, tables, scalars, key, _ = ready
-            if bucket.variant.model_temps:
+            if bucket.waits:
                 together.append(shared.runner(bucket, tables, scalars, key))
             elif isinstance(scalars, control.Control):
                 assert tables is not None
@@ -331,18 +355,18 @@ class Optimizer(torch.optim.Optimizer):
                 cpu.run(bucket, tables.table, scalars, key)
             else:
                 launch.run(bucket, tables, scalars, key)
-            if not bucket.variant.model_temps:
+            if not bucket.waits:
                 ready.finish()
         if together:
             shared.run(together)
             for ready in prepared:
-                if ready.bucket.variant.model_temps:
+                if ready.bucket.waits:
                     ready.finish()
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         self._counters.take(buckets)
         self._counters.forget(self.state)
-        if not all(b.variant.is_simple for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+        if any(b.in_parts or b.places for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
             return
         if all(ready.tables is not None for ready in prepared):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
@@ -381,6 +405,8 @@ class Optimizer(torch.optim.Optimizer):
         fresh: list[tuple[Bucket, int]] = []
         position = 0
         states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, control.capturing()
+        sharded = sharding.kind()
+        missing = {} if sharded is None else self._gradients_elsewhere(sharded)
         for number, group in enumerate(self.param_groups):
             chosen: dict[tuple[torch.dtype, torch.device], Choice] = {}
             names, start = group.get("param_names"), position
@@ -391,7 +417,9 @@ class Optimizer(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 g = p.grad
                 if g is None:
-                    continue
+                    if p not in missing:
+                        continue
+                    g = missing[p]
                 name = start + i if names is None else names[i]
                 dtype, device, grad_dtype = p.dtype, p.device, g.dtype
                 known = dtypes.get(id(p))
@@ -402,6 +430,10 @@ class Optimizer(torch.optim.Optimizer):
                     choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None)
                 variant = choice.variant(p)
                 entry = states.get(p)
+                shard = None
+                if sharded is not None and isinstance(p, sharded):
+                    shard = self._shard(variant, p, entry, start + i, name)
+                cut = shard.layout.roles(variant.matrix) if shard is not None and not shard.gathered else _UNCUT
                 step: Any = entry.get("step") if entry else None
                 host: Any = variant.host_start
                 counted = choice.counted is not False and isinstance(step, Tensor) and knows(step)
@@ -423,17 +455,22 @@ class Optimizer(torch.optim.Optimizer):
                     or variant is not bucket.variant
                     or grad_dtype is not bucket.grad_dtype
                     or device != bucket.device
+                    or cut != bucket.cut
                     or not (_same(step, host, bucket) if counted else step == number_of and host == bucket.host)
                 ):
                     of_step = (id(step), *map(id, host)) if counted else (step, host)
-                    key = (number, variant, grad_dtype, device, *of_step)
+                    key = (number, variant, grad_dtype, device, cut, *of_step)
                     backend = launch.able(choice.backend, choice.plan, variant)
-                    made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host)
+                    made = Bucket(number, choice.plan, variant, backend, device, grad_dtype, step, host, cut=cut)
                     made.counted = backend == "triton" and (counted or bool(choice.counted))
                     bucket = buckets.setdefault(key, made)
                     number_of = None if counted else step
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))
+                if shard is not None:
+                    g = self._local_gradient(p, g, name)
+                    p, entry = sharding.local(p), sharding.locals_of(shard.owner)
+                bucket.shards.append(shard)
                 bucket.params.append(p)
                 bucket.grads.append(g)
                 bucket.states.append(entry if entry is not None else {})
@@ -450,18 +487,63 @@ class Optimizer(torch.optim.Optimizer):
         if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
             return []
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
+        whole.collect(buckets.values())
         arenas = self._arenas(fresh)
         groups = self.param_groups
         rounded: list[tuple[Tensor, Tensor]] = []
         new = [
-            state.create(b.plan, b.variant, b.params[i], b.states[i], arenas.get(b.group), groups[b.group], rounded)
+            state.create(b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group], rounded)
             for b, i in fresh
         ]
         shared.begin(self.state, new, [b.variant for b, _ in fresh])
         for (b, i), entry in zip(fresh, new, strict=True):
-            states[b.params[i]] = b.states[i] = entry
-        weights.settle(rounded, [b.params[i] for b, i in fresh])
+            b.states[i] = entry
+            shard = b.shards[i]
+            if shard is None:
+                states[b.params[i]] = entry
+            else:
+                shard.owner.update(shard.parts.wrapped(entry))
+                states[shard.p] = shard.owner
+        whole.collect_states(buckets.values())
+        weights.settle(rounded, [b.kept(i) for b, i in fresh])
         return list(buckets.values())
+
+    def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
+        """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
+        wanted: list[Any] = []
+        chosen: dict[tuple[int, torch.dtype, torch.device], Choice] = {}
+        for entry in self._entries():
+            if entry.p.requires_grad and isinstance(entry.p, sharded):
+                kind = id(entry.group), entry.p.dtype, entry.p.device
+                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False)
+                if self._sends(choice.variant(entry.p), entry.p):
+                    wanted.append(entry.p)
+        found = sharding.agreed(wanted) if wanted else []
+        return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
+
+    def _sends(self, variant: Variant, p: Any) -> bool:
+        """Whether ranks send one another something in the step of a parameter."""
+        of = sharding.layout_of(p)
+        if not of.dims():
+            return False
+        return bool(variant.stages) or sharding.mode(variant, of) == "gathered"
+
+    def _shard(
+        self, variant: Variant, p: Any, entry: state.State | None, position: int, name: str | int
+    ) -> sharding.Shard:
+        """How a DTensor lies; ValueError where no kernel can update its parts."""
+        try:
+            parts = sharding.Parts.of(p, variant)
+        except ValueError as error:
+            where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
+            raise ValueError(f"{type(self).__name__}: {state.label(p, name)}, {where}: {error}") from None
+        return sharding.Shard(p, parts.layout, position, entry if entry is not None else {}, parts, parts.gathered)
+
+    def _local_gradient(self, p: Any, g: Tensor, name: str | int) -> Tensor:
+        try:
+            return sharding.gradient(p, g)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}: {state.label(p, name)}: {error}") from None
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
         """Room for the states that are made now, by group."""
@@ -470,7 +552,7 @@ class Optimizer(torch.optim.Optimizer):
         sizes: dict[int, list[int]] = {}
         for b, i in fresh:
             if b.device.type == "cpu":
-                sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.params[i], b.states[i]))
+                sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.kept(i), b.states[i]))
         return {group: Arena(found) for group, found in sizes.items()}
 
     def _check_pair(self, p: Tensor, g: Tensor, name: str | int) -> torch.dtype:
@@ -595,7 +677,7 @@ class Optimizer(torch.optim.Optimizer):
             ]
             self._trained = {p: trained for p, trained, _ in found}
             for p, _, weights in found:
-                p.copy_(weights)
+                sharding.local(p).copy_(weights)
 
     def train(self) -> None:
         """Puts back the weights that `eval()` took out, bit for bit."""

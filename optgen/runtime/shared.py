@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import cpu, launch, state, sums
+from optgen.runtime import cpu, launch, sharding, state, sums
 from optgen.runtime.bucket import Bucket, reference_calls
 from optgen.runtime.control import Control
 from optgen.runtime.records import Variant
@@ -35,6 +35,8 @@ def runner(bucket: Bucket, tables: Any, scalars: Sequence[float] | Control, step
 def reference_runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
     """In eager torch, one parameter beside the other."""
     parts: list[Generator[Tensor, Tensor, None]] = list(reference_calls(bucket, scalars, step_key))
+    if not bucket.variant.model_temps:
+        return
     total: Tensor | None = None
     for _ in bucket.variant.model_temps:
         values = [next(part) if total is None else part.send(total.to(bucket.device)) for part in parts]
@@ -58,20 +60,35 @@ def check(buckets: Iterable[Bucket]) -> None:
 
 
 def run(runners: Iterable[Runner]) -> None:
-    """All parts of all runners; sums are taken in the order of the parameters (see sums.py)."""
-    waiting = [(r, next(r)) for r in runners]
+    """All parts of all runners; sums are taken in the order of the parameters (see sums.py).
+
+    What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
+    wait for.
+    """
+    waiting = _on([(r, None) for r in runners])
     while waiting:
-        each = [v for _, values in waiting for v in values]
+        exchanges = [(r, request) for r, request in waiting if isinstance(request, sharding.Exchange)]
+        if exchanges:
+            sharding.serve(request for _, request in exchanges)
+            on = {id(r): request for r, request in _on([(r, None) for r, _ in exchanges])}
+            asked = {id(r) for r, _ in exchanges}
+            kept = [(r, on.get(id(r)) if id(r) in asked else request) for r, request in waiting]
+            waiting = [(r, request) for r, request in kept if request is not None]
+            continue
+        each = [v for _, values in waiting if isinstance(values, list) for v in values]
         total = torch.zeros(())
         if each:
             total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
-        after = []
-        for r, _ in waiting:
-            try:
-                after.append((r, r.send(total)))
-            except StopIteration:
-                continue
-        waiting = after
+        waiting = _on([(r, total) for r, _ in waiting])
+
+
+def _on(runners: Iterable[tuple[Runner, Tensor | None]]) -> list[tuple[Runner, Any]]:
+    """Sends each what it waits for; those that ask for more, and what."""
+    after = []
+    for r, answer in runners:
+        with suppress(StopIteration):
+            after.append((r, r.send(answer)))
+    return after
 
 
 def _of_model(variant: Variant) -> list[str]:
@@ -87,7 +104,7 @@ def begin(states: Mapping[Any, Mapping[str, Any]], new: Sequence[dict[str, Any]]
         for name in _of_model(variant):
             old = next((s[name] for s in states.values() if name in s and s.get("step")), None)
             if old is not None:
-                made[name].copy_(old)
+                made[name].copy_(sharding.local(old))
 
 
 def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -> None:
@@ -96,9 +113,9 @@ def spread(states: Mapping[Any, Mapping[str, Any]], buckets: Sequence[Bucket]) -
     Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
     hyper-parameters of its own; a state of the model is one number all the same.
     """
-    live = [(b.variant, s) for b in buckets for p, s in zip(b.params, b.states, strict=True) if p.numel()]
+    live = [(b.variant, s) for b in buckets for i, s in enumerate(b.states) if b.numel(i)]
     values = {name: s[name] for variant, s in reversed(live) for name in _of_model(variant)}
     for s in states.values():
         for name in values.keys() & s.keys():
             if s[name] is not values[name]:
-                s[name].copy_(values[name])
+                sharding.local(s[name]).copy_(values[name])

@@ -82,6 +82,7 @@ class Plan:
 
     shapes: list[torch.Size]
     streams: list[int]
+    places: list[layout.Place]
     own: list[bool]
     room: workspace.Workspace
     dense: list[list[int]]
@@ -91,53 +92,61 @@ class Plan:
     kept: list[Tensor] = field(default_factory=list)
 
 
-Rows = Callable[[Sequence[Sequence[int]], workspace.Workspace, Sequence[torch.Size], Sequence[int]], list[list[int]]]
+Places = Sequence[layout.Place] | None
+Rows = Callable[
+    [Sequence[Sequence[int]], workspace.Workspace, Sequence[torch.Size], Sequence[int], Places], list[list[int]]
+]
 
 
 def build(
     bucket: Bucket,
     kernels: ModuleType,
-    now: tuple[list[torch.Size], list[int], list[list[int]]],
+    now: tuple[list[torch.Size], list[int], list[list[int]], Places],
     old: Plan | None,
     rows: Rows,
     panel_rows: int,
 ) -> Plan:
-    """The launches for tensors of these shapes, stream keys and columns of addresses.
+    """The launches for tensors of these shapes, stream keys, columns of addresses and places.
 
     old         the launches of the step before
     rows        makes the table
     panel_rows  rows per tile of a panel
     """
-    every, streams, columns = now
-    live = [i for i, shape in enumerate(every) if math.prod(shape)]
-    shapes, streams = [every[i] for i in live], [streams[i] for i in live]
+    every, streams, columns, places = now
+    places = places or [layout.place(shape) for shape in every]
+    live = [i for i, place in enumerate(places) if place.numel]
+    shapes, streams, places = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
     columns = [[column[i] for i in live] for column in columns]
     own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
-    if old is not None and (old.shapes, old.streams, old.own) == (shapes, streams, own):
+    if old is not None and (old.shapes, old.streams, old.own, old.places) == (shapes, streams, own, places):
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
-        table = _table(rows(columns, old.room, shapes, streams), old.dense, bucket.device)
+        table = _table(rows(columns, old.room, shapes, streams, places), old.dense, bucket.device)
         for call in old.calls:
             if call.tables[0] is old.table:
                 call.tables[0] = table
         old.table = table
         return old
     room = workspace.make(bucket.variant, shapes, bucket.device)
-    maker = _Maker(bucket.variant, kernels, shapes, own, room, bucket.device, panel_rows)
-    table = _table(rows(columns, room, shapes, streams), maker.dense, bucket.device)
-    made = Plan(shapes, streams, own, room, maker.dense, table)
+    maker = _Maker(bucket.variant, kernels, shapes, places, own, room, bucket.device, panel_rows, bucket.in_parts)
+    table = _table(rows(columns, room, shapes, streams, places), maker.dense, bucket.device)
+    made = Plan(shapes, streams, places, own, room, maker.dense, table)
     maker.make(made)
     return made
 
 
-def lines(plan: Plan, now: tuple[list[torch.Size], list[int], list[list[int]]], rows: Rows) -> list[list[int]] | None:
+def lines(
+    plan: Plan, now: tuple[list[torch.Size], list[int], list[list[int]], Places], rows: Rows
+) -> list[list[int]] | None:
     """The table of a plan for tensors that lie elsewhere; None where its launches are not theirs."""
-    every, streams, columns = now
-    live = [i for i, shape in enumerate(every) if math.prod(shape)]
+    every, streams, columns, places = now
+    places = places or [layout.place(shape) for shape in every]
+    live = [i for i, place in enumerate(places) if place.numel]
     columns = [[column[i] for i in live] for column in columns]
     own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
     if own != plan.own:
         return None
-    made = rows(columns, plan.room, [every[i] for i in live], [streams[i] for i in live])
+    of_live = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
+    made = rows(columns, plan.room, *of_live)
     return [line + more for line, more in zip(made, plan.dense, strict=True)]
 
 
@@ -160,12 +169,15 @@ class _Maker:
         variant: Variant,
         kernels: ModuleType,
         shapes: list[torch.Size],
+        places: list[layout.Place],
         own: list[bool],
         room: workspace.Workspace,
         device: torch.device,
         panel_rows: int,
+        apart: bool,
     ) -> None:
         self.variant, self.kernels, self.shapes, self.own = variant, kernels, shapes, own
+        self.places, self.apart = places, apart
         self.room, self.device, self.panel_rows = room, device, panel_rows
         self.sizes = [workspace.matrices(shape) for shape in shapes]
         self.temps = {t.name: t for t in variant.temps}
@@ -218,7 +230,10 @@ class _Maker:
                     self._sweep(stage)
                     self._finish([self.temps[name] for name in stage.temps if name in self.partials])
             else:
-                self._between(stages)
+                for k in range(len(stages)) if self.apart else (None,):
+                    self._between(stages, k)
+                    plan.ends += [len(plan.calls)] * (len(stages) if k is None else 1)
+                continue
             plan.ends += [len(plan.calls)] * len(stages)
 
     def _add(
@@ -250,7 +265,10 @@ class _Maker:
         groups: dict[tuple[bool, bool], list[int]] = {}
         for i, shape in enumerate(self.shapes):
             rows, columns = layout.grid(shape)
-            groups.setdefault((self.own[i], columns % stage.block != 0 and rows > 1), []).append(i)
+            ragged = columns % stage.block != 0 and rows > 1
+            if self.variant.stochastic:
+                ragged |= is_apart(rows * columns, columns, stage.block, self.places[i])
+            groups.setdefault((self.own[i], ragged), []).append(i)
         for (aligned, ragged), tensors in groups.items():
             counts = [self._tiles(self.shapes[i], stage.block, tile) for i in tensors]
             constants = {"TILES": per_item, "RAGGED": ragged, "ALIGNED": aligned}
@@ -328,13 +346,14 @@ class _Maker:
         for temp in temps:
             for i, shape in enumerate(self.shapes):
                 matrices, rows, columns = self.sizes[i]
-                count = workspace.partials(self.variant, temp, shape)
                 if temp.space == "row":
-                    sizes = [1, count // (matrices * rows), matrices * rows]
+                    sizes = [1, -(-columns // workspace.panel(self.variant, temp.name)), matrices * rows]
                 elif temp.space == "col":
-                    sizes = [matrices, count // (matrices * columns), columns]
+                    sizes = [matrices, -(-rows // sums.PANEL_ROWS), columns]
                 else:
-                    sizes = [0, count, 1]
+                    sizes = [0, workspace.partials(self.variant, temp, shape), 1]
+                if temp.space in ("row", "col") and not sizes[0] * sizes[2]:
+                    continue
                 line = [self.partials[temp.name][i], self.values[temp.name][i], *sizes]
                 groups.setdefault(temp.reduction.endswith("max"), []).append(line)
         for is_max, lines in groups.items():
@@ -342,21 +361,36 @@ class _Maker:
             work = self._items(range(len(lines)), counts)
             self._add(triton_prelude.finish, self._small_table(lines), work, 4, {"MAX": is_max})
 
-    def _between(self, stages: Sequence[Stage]) -> None:
-        one = ("tensor", "model")
-        whole = any(s.space in one for s in stages)
-        whole |= any(self.temps[name].space in one for s in stages for name in s.temps)
+    def _between(self, stages: Sequence[Stage], only: int | None = None) -> None:
+        """All small work of a level in one launch, or one of its stages: sums over other ranks stand in between."""
+        one, done = ("tensor", "model"), stages if only is None else stages[only : only + 1]
+        whole = any(s.space in one for s in done)
+        whole |= any(self.temps[name].space in one for s in done for name in s.temps)
         scalars = tuple(dict.fromkeys(k for s in stages for k in s.scalars))
         groups: dict[int, list[list[int]]] = {}
         for i, (matrices, rows, columns) in enumerate(self.sizes):
             widest = max(rows, columns)
-            step = matrices if whole else max(1, ENTRIES // widest)
+            step = max(1, ENTRIES // max(widest, 1))
             lanes = next((n for n in (4, 32) if widest <= n), 256)
             lines = [[i, first, min(first + step, matrices)] for first in range(0, matrices, step)]
+            if whole:
+                lines = [[i, 0, matrices]]
             groups.setdefault(lanes, []).extend(lines)
         for lanes, lines in groups.items():
+            if not lines:
+                continue
             work = torch.tensor(lines, dtype=torch.int32).to(self.device)
-            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, {"LANES": lanes}, scalars)
+            constants = {"LANES": lanes} if only is None or len(stages) == 1 else {"LANES": lanes, "ROUND": only}
+            self._add(stages[0].kernel, self.plan.table, work, BETWEEN, constants, scalars)
+
+
+def is_apart(numel: int, columns: int, block: int, place: Sequence[int]) -> bool:
+    """Whether a tensor's elements are not numbered one after the other, eights that share a hash side by side.
+
+    place   row and column of the first element in the logical tensor, columns of that
+    """
+    row, column, width = place[:3]
+    return (columns != width and numel != columns) or (block == 1 and (row * width + column) % 8 != 0)
 
 
 def _is_common(call: Call) -> bool:

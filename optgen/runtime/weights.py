@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import layout, low_bits, state
+from optgen.runtime import layout, low_bits, sharding, state
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.records import Variant
 
@@ -27,6 +27,22 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
         low_bits.drop(p)
 
 
+def _put_part(plan: ModuleType, variant: Variant, p: Tensor, kept: Mapping[str, Any] | None, value: Tensor) -> None:
+    """RuntimeError before the first step where the plan keeps low bits: there is no state that could take them yet."""
+    if not kept and (any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()):
+        raise RuntimeError("the low bits of a DTensor's weight can be set only after its first step")
+    parts = sharding.Parts.of(p, variant)
+    whole = sharding.is_sharded(value)
+    if parts.gathered:
+        full = value.full_tensor() if whole else value  # type: ignore[attr-defined]
+        weight = parts.weight(p)
+        put(plan, variant, weight, sharding.locals_of(kept or {}), full)
+        sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
+        return
+    part = sharding.local(value) if whole else sharding.part_of(value, parts.layout)
+    put(plan, variant, sharding.local(p), sharding.locals_of(kept or {}), part)
+
+
 def fresh(p: Tensor) -> Tensor:
     """The weight at full precision before the first step: fp32 and contiguous."""
     exact = low_bits.exact(p)
@@ -36,8 +52,8 @@ def fresh(p: Tensor) -> Tensor:
 def full(plan: ModuleType, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
     """The same of a parameter with a state; RuntimeError where p is not the weight of its state."""
     state.check(variant, p, kept, name)
-    weight = layout.decode(plan, variant, p, kept, ("p",))["p"]
-    if edited(p, weight):
+    weight = sharding.decode(plan, variant, p, kept, ("p",))["p"]
+    if edited(sharding.local(p), sharding.local(weight)):
         raise RuntimeError(
             f"{state.label(p, name)} was changed by something else than the optimizer, and is no rounding of the full "
             f"weight that the optimizer keeps. To go on from what the model shows: "
@@ -163,7 +179,10 @@ def _pattern(t: Tensor) -> Tensor:
 
 
 def put(plan: ModuleType, variant: Variant, p: Tensor, kept: dict[str, Any] | None, value: Tensor) -> None:
-    """Set a weight and what its state keeps of it."""
+    """Set a weight and what its state keeps of it; of a DTensor, its part on this rank."""
+    if sharding.is_sharded(p):
+        _put_part(plan, variant, p, kept, value)
+        return
     weight = value.detach().to(device=p.device, dtype=torch.float32)
     own = [f.name for f in variant.fields if f.owner == "p"]
     if kept and own:

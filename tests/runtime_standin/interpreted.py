@@ -56,8 +56,8 @@ def every_element_once() -> None:
     parts = [part for tables in opt._launcher._used.values() for part in tables.launches]
     assert {(part.aligned, part.ragged) for part in parts} == {(a, r) for a in (False, True) for r in (False, True)}
     for part in parts:
-        assert ((part.table[:, :-3] % 16 == 0).all(dim=1) == part.aligned).all()
-        assert ((part.table[:, -2] % 8 != 0) & (part.table[:, -2] != part.table[:, -3]) == part.ragged).all()
+        assert ((part.table[:, :-6] % 16 == 0).all(dim=1) == part.aligned).all()
+        assert ((part.table[:, -5] % 8 != 0) & (part.table[:, -5] != part.table[:, -6]) == part.ragged).all()
     assert all(p._version > v for p, v in zip(params, versions, strict=True) if p.numel())
 
 

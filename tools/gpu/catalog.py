@@ -189,4 +189,3 @@ def footprint(module: ModuleType, variant: Variant) -> float:
 def large_variant(module: ModuleType, param: str, flags: Mapping[str, bool]) -> Variant:
     """The variant for large tensors of that dtype."""
     return plans.variant(module, PARAMS[param], False, tuple(flags.items()))
-

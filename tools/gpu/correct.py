@@ -285,9 +285,7 @@ def draw_gradients(
     return made
 
 
-def compare_step(
-    case: Case, kernel: Side, reference: Side, g: Sequence[Tensor], rule: Rule, verdict: Verdict
-) -> None:
+def compare_step(case: Case, kernel: Side, reference: Side, g: Sequence[Tensor], rule: Rule, verdict: Verdict) -> None:
     """One step of both from the same state; every tensor compared."""
     before = reference.all_stored()
     kernel.step(g)
@@ -430,4 +428,3 @@ def huge_case() -> Case | None:
     quiet = [case for case in found if not any(v.stochastic for v in catalog.variants(case))]
     quiet.sort(key=lambda case: -max(v.block for v in catalog.variants(case)))
     return next(iter(quiet), None)
-

@@ -111,28 +111,38 @@ struct Column {
     bool written;
 };
 
-// A tensor, seen as rows of whole blocks: the last block of a row may hold fewer elements.
+constexpr int SIZES_OF_TENSOR = 6;  // of a table row, behind its addresses
+
+// A tensor, seen as rows of whole blocks: the last block of a row may hold fewer elements.  It may be a part of a larger
+// one: elements are numbered as they stand there, each row in whole blocks.
 struct Tensor {
     const int64_t *at;  // an address for each column
     int64_t numel, columns, blocks_per_row, blocks;
+    int64_t number;  // of the first element
+    int64_t pace;    // from a row to the next, in numbers
+    bool apart;      // rows do not follow one another in the numbers
     int32_t stream_key;
 };
 
 template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) / sizeof(Column); }
 
-// Entries of so many blocks of a flat tensor.
-inline int64_t entries(Kind kind, int64_t blocks, int block) {
-    return kind == BLOCK_OF ? blocks : kind == EIGHTH ? blocks * (block / 8) : blocks * block;
+// Where a column's entries of a block begin: by blocks, elements or packed eights.
+inline int64_t place_of(Kind kind, int64_t block, int64_t element, int64_t eighth) {
+    return kind == BLOCK_OF ? block : kind == EIGHTH ? eighth : element;
 }
 
 // A flat tensor is one long row.
 template <class Kernel> Tensor read_row(const int64_t *row) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK;
+    const int64_t wide = row[n + 5];
     Tensor t;
     t.at = row;
     t.numel = row[n];
     t.columns = row[n + 1];
-    if (t.columns % block == 0)
+    t.pace = (wide + block - 1) / block * block;
+    t.number = row[n + 3] * t.pace + row[n + 4];
+    t.apart = t.columns != wide && t.columns != t.numel;
+    if (t.columns % block == 0 && !t.apart)
         t.columns = t.numel;
     t.blocks_per_row = t.columns ? (t.columns + block - 1) / block : 0;
     t.blocks = t.columns ? t.numel / t.columns * t.blocks_per_row : 0;
@@ -140,9 +150,17 @@ template <class Kernel> Tensor read_row(const int64_t *row) {
     return t;
 }
 
+// The number of a block's first element.
+template <class Kernel> inline int64_t number_of(const Tensor &t, int64_t block) {
+    if (!t.apart)
+        return t.number + block * Kernel::BLOCK;
+    return t.number + block / t.blocks_per_row * t.pace + block % t.blocks_per_row * Kernel::BLOCK;
+}
+
 // Blocks [first, first + count) of a tensor that are not all whole, or too few for a tile: copied to a tile of their
-// own; reductions leave out what a block lacks.
-template <class Kernel> void staged(const Tensor &t, int64_t first, int count, const float *scalars, int32_t step_key) {
+// own, behind `shift` empty ones; reductions leave out what a block lacks.
+template <class Kernel>
+void staged(const Tensor &t, int64_t first, int count, int shift, const float *scalars, int32_t step_key) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
     int64_t start[most], eights[most];
     int live[most];
@@ -164,14 +182,15 @@ template <class Kernel> void staged(const Tensor &t, int64_t first, int count, c
         }
         const bool packed = column.kind == EIGHTH;
         const int size = packed ? block / 8 : block;
+        memset(room[c], 0, (size_t)shift * size * column.bytes);
         for (int b = 0; b < count; b++) {
-            char *to = room[c] + (size_t)b * size * column.bytes;
+            char *to = room[c] + (size_t)(shift + b) * size * column.bytes;
             const int n = packed ? (live[b] + 7) / 8 : live[b];
             memcpy(to, from + (packed ? eights : start)[b] * column.bytes, (size_t)n * column.bytes);
             memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
         }
     }
-    Kernel::tile(at, count, live, (int32_t)(first * block), scalars, step_key, t.stream_key);
+    Kernel::tile(at, shift + count, live, (int32_t)(number_of<Kernel>(t, first) - shift), scalars, step_key, t.stream_key);
     for (int c = 0; c < n; c++) {
         const Column column = Kernel::COLUMNS[c];
         if (!column.written)
@@ -184,7 +203,7 @@ template <class Kernel> void staged(const Tensor &t, int64_t first, int count, c
         const bool packed = column.kind == EIGHTH;
         const int size = packed ? block / 8 : block;
         for (int b = 0; b < count; b++)
-            memcpy(to + (packed ? eights : start)[b] * column.bytes, room[c] + (size_t)b * size * column.bytes,
+            memcpy(to + (packed ? eights : start)[b] * column.bytes, room[c] + (size_t)(shift + b) * size * column.bytes,
                    (size_t)(packed ? (live[b] + 7) / 8 : live[b]) * column.bytes);
     }
 }
@@ -195,21 +214,36 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
     const bool flat = t.columns == t.numel;
     const int64_t end = first + count;
     while (first < end) {
-        const int64_t left = end - first;
-        int now = (int)(left < most ? left : most);
+        int64_t left = end - first, lane = first, start = first * block, packed = first * (block / 8);
+        int64_t whole_end = t.numel;
+        if (t.apart) {  // tiles of one row each
+            lane = first % t.blocks_per_row;
+            left = left < t.blocks_per_row - lane ? left : t.blocks_per_row - lane;
+            start = first / t.blocks_per_row * t.columns + lane * block;
+            packed = first / t.blocks_per_row * ((t.columns + 7) / 8) + lane * (block / 8);
+            whole_end = t.columns;
+        }
+        const int64_t number = number_of<Kernel>(t, first);
+        int now = (int)(left < most ? left : most), shift = 0;
         // Elements that are not stored in blocks are counted one by one: whole registers, and whole eights that share
         // a hash, need no copy.
         constexpr int unit = W < 8 ? 8 : W;
-        if (block == 1 && now >= unit)
-            now -= now % unit;
-        const bool whole = flat && (block == 1 ? now % unit == 0 : now == most && (first + now) * block <= t.numel);
+        if (block == 1) {
+            shift = (int)(number & 7);
+            if (shift)
+                now = now < 8 - shift ? now : 8 - shift;
+            else if (now >= unit)
+                now -= now % unit;
+        }
+        const bool whole = (flat || t.apart) && !shift &&
+                           (block == 1 ? now % unit == 0 : now == most && (lane + now) * block <= whole_end);
         if (whole) {
             char *at[n];
             for (int c = 0; c < n; c++)
-                at[c] = (char *)t.at[c] + entries(Kernel::COLUMNS[c].kind, first, block) * Kernel::COLUMNS[c].bytes;
-            Kernel::tile(at, now, nullptr, (int32_t)(first * block), scalars, step_key, t.stream_key);
+                at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
+            Kernel::tile(at, now, nullptr, (int32_t)number, scalars, step_key, t.stream_key);
         } else {
-            staged<Kernel>(t, first, now, scalars, step_key);
+            staged<Kernel>(t, first, now, shift, scalars, step_key);
         }
         first += now;
     }
@@ -218,7 +252,7 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
 // One step over all tensors.  Work is cut by tiles, evenly; a tile's bits do not depend on who computes it.
 template <class Kernel>
 int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
-    constexpr int most = Kernel::TILE / Kernel::BLOCK, row = width<Kernel>() + 3;
+    constexpr int most = Kernel::TILE / Kernel::BLOCK, row = width<Kernel>() + SIZES_OF_TENSOR;
     int64_t tiles = 0;
     for (int64_t k = 0; k < tensors; k++)
         tiles += (read_row<Kernel>(table + k * row).blocks + most - 1) / most;

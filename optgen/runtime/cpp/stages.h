@@ -15,7 +15,7 @@ constexpr int FEW = 1024;       // entries of few values that are worked on at a
 constexpr int MOST = 64;        // places of a stage
 constexpr int RUN = 8;          // panels of columns that one thread sums side by side
 constexpr int MARGIN = 128;     // bytes before and behind a tile in a thread's room
-constexpr int SIZES = 7;        // of a table row, behind its addresses
+constexpr int SIZES = 13;       // of a table row, behind its addresses
 constexpr int TOGETHER = 256;   // results that one thread finishes at a time
 constexpr int BLOCKS_OF_TILE = 16;
 
@@ -92,7 +92,17 @@ struct Shape {
     int64_t matrices, rows, columns;
     int64_t numel, grid_columns;
     int32_t stream_key;
-    float extent[3];
+    int64_t row, column, width;  // where the first element stands in the tensor that this one is a part of; its columns
+    float extent[3];             // of that tensor
+
+    // Its share of the work: a part without elements still has values of rows, columns or the tensor.
+    int64_t weight() const { return numel ? numel : 1; }
+    // Whether rows do not follow one another in the numbers of the elements.
+    bool apart() const { return grid_columns != width && grid_columns != numel; }
+    // The number of the first element, where each row fills whole blocks in the count.
+    int64_t number(int block) const { return row * pace(block) + column; }
+    // From a row to the next, in numbers.
+    int64_t pace(int block) const { return (width + block - 1) / block * block; }
 };
 
 struct Table {
@@ -103,7 +113,8 @@ struct Table {
 
     Shape operator[](int64_t k) const {
         const int64_t *row = rows + k * (addresses + SIZES), *n = row + addresses;
-        return {row,  n[0], n[1], n[2], n[3], n[4], n[5], (int32_t)n[6], {(float)n[2], (float)n[3], (float)n[4]}};
+        return {row,  n[0], n[1], n[2], n[3], n[4], n[5], (int32_t)n[6], n[7], n[8], n[9],
+                {(float)n[10], (float)n[11], (float)n[12]}};
     }
 };
 
@@ -247,12 +258,12 @@ inline void share(const Table &table, int64_t who, int64_t all, Units units, Wor
     int64_t start = 0;
     for (int64_t k = 0; k < table.tensors && start < high; k++) {
         const Shape t = table[k];
-        if (start + t.numel > low) {
-            const int64_t n = units(t), a = bound(low - start, t.numel, n), b = bound(high - start, t.numel, n);
+        if (start + t.weight() > low) {
+            const int64_t n = units(t), a = bound(low - start, t.weight(), n), b = bound(high - start, t.weight(), n);
             if (a < b)
                 work(t, a, b);
         }
-        start += t.numel;
+        start += t.weight();
     }
 }
 
@@ -263,9 +274,16 @@ struct Grid {
     int64_t columns, per_row, blocks;
 
     Grid(const Shape &t, int block) {
-        columns = t.grid_columns % block ? t.grid_columns : t.numel;
+        columns = t.grid_columns % block || t.apart() ? t.grid_columns : t.numel;
         per_row = (columns + block - 1) / block;
-        blocks = t.numel / columns * per_row;
+        blocks = columns ? t.numel / columns * per_row : 0;
+    }
+
+    // The number of a block's first element.
+    int64_t number(const Shape &t, int block, int64_t which) const {
+        if (!t.apart())
+            return t.number(block) + which * block;
+        return t.number(block) + which / per_row * t.pace(block) + which % per_row * block;
     }
 };
 
@@ -277,11 +295,15 @@ inline bool by_panels(const Stage &s, const Shape &t) { return s.matrices && !t.
 struct Panels {
     int64_t height, bands, panels, per_row;
     int64_t together;  // rows of a tile: several where at least three fit; two are faster one by one
+    int64_t number;    // of the first element
+    int64_t pace;      // from a row to the next, in numbers
 
     Panels(const Stage &s, const Shape &t) {
         per_row = (t.columns + s.block - 1) / s.block;
-        together = s.size / (per_row * s.block);
-        if (together < 3 || (s.block == 1 && s.indexed && t.columns % 8))
+        number = t.number(s.block);
+        pace = t.columns == t.grid_columns ? t.pace(s.block) : per_row * s.block;
+        together = per_row ? s.size / (per_row * s.block) : 1;
+        if (together < 3 || t.apart() || (s.indexed && (pace != per_row * s.block || (s.block == 1 && (t.columns | number) % 8))))
             together = 1;
         height = together > 1 ? PANEL_ROWS : 8;
         for (int c = 0; c < s.count; c++)
@@ -343,6 +365,7 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
                          int64_t row, int64_t from, int64_t n, const Known &known) {
     char *at[MOST];
     const int64_t e = row * t.columns + from, b = row * shape.per_row + from / s.block;
+    const int64_t number = shape.number + row * shape.pace + from;
     const int64_t matrix = t.matrices == 1 ? 0 : row / t.rows;
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
@@ -360,22 +383,22 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
     }
     if (s.block > 1) {
         if (n == s.size)
-            s.tile(at, s.size / s.block, nullptr, (int32_t)(b * s.block), 0, known);
+            s.tile(at, s.size / s.block, nullptr, (int32_t)number, 0, known);
         else
-            staged_row(s, at, room, n, 0, (int32_t)(b * s.block), known);
+            staged_row(s, at, room, n, 0, (int32_t)number, known);
         return;
     }
     for (int64_t done = 0; done < n;) {
-        const int shift = s.indexed ? (int)((e + done) & 7) : 0;
+        const int shift = s.indexed ? (int)((number + done) & 7) : 0;
         int64_t now = n - done;
         if (shift)
             now = least(now, 8 - shift);
         else if (now >= UNIT)
             now -= now % UNIT;
         if (shift || now % UNIT)
-            staged_row(s, at, room, now, shift, (int32_t)(e + done), known);
+            staged_row(s, at, room, now, shift, (int32_t)(number + done), known);
         else
-            s.tile(at, (int)now, nullptr, (int32_t)(e + done), 0, known);
+            s.tile(at, (int)now, nullptr, (int32_t)(number + done), 0, known);
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
             if (p.kind == ELEMENT || p.kind == COLUMN || p.reduction != NONE)
@@ -436,12 +459,12 @@ inline void add_tile(Reduction r, float *lanes, const float *x, const Stage &s, 
     }
 }
 
-// Blocks [first, first + count) of a tensor, at most a tile; what is to be reduced goes to the room, in the order of
-// the tile's lanes, and from there to the dense copy where there is one.
-OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, char *room,
-                      const Known &known) {
+// Blocks [first, first + count) of a tensor, at most a tile, behind `shift` empty ones; what is to be reduced goes to the
+// room, in the order of the tile's lanes, and from there to the dense copy where there is one.
+OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, int shift,
+                           char *room, const Known &known) {
     const int most = s.size / s.block;
-    const int64_t lanes = (int64_t)count * s.block, padded = (lanes + UNIT - 1) / UNIT * UNIT;
+    const int64_t lanes = (int64_t)count * s.block, padded = (shift + lanes + UNIT - 1) / UNIT * UNIT - shift;
     int64_t start[BLOCKS_OF_TILE], eights[BLOCKS_OF_TILE];
     int64_t length[BLOCKS_OF_TILE];
     int live[BLOCKS_OF_TILE];
@@ -450,7 +473,7 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
     eights[0] = first / grid.per_row * ((grid.columns + 7) / 8) + first % grid.per_row * s.block / 8;
     length[0] = least(lanes, grid.columns - first % grid.per_row * s.block);
     // Elements are read and written where they lie, and so are the values of a whole tile's blocks.
-    const bool full = s.block == 1 ? count % UNIT == 0 : length[0] == lanes, whole = full && (s.block == 1 || count == most);
+    const bool full = s.block == 1 ? !shift && count % UNIT == 0 : length[0] == lanes, whole = full && (s.block == 1 || count == most);
     if (!full && s.block > 1) {
         runs = first % grid.per_row + count <= grid.per_row ? 1 : count;
         for (int b = 0; b < count; b++) {
@@ -473,12 +496,13 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
             if (t.dense && full)
                 at[c] = (char *)dense_copy(s, t, c) + 4 * start[0];
         } else if (p.kind == ROW || p.kind == COLUMN || p.kind == MATRIX) {
-            float *to = tile_room(s, room, c);
+            float *to = tile_room(s, room, c) + shift;
+            fill(to - shift, shift, 0.0f);
             for (int k = 0; k < runs; k++) {
                 expand(p, t, (const float *)at[c], to + k * pace, start[k], length[k]);
                 fill(to + k * pace + length[k], (runs > 1 ? pace : padded) - length[k], 0.0f);
             }
-            at[c] = (char *)to;
+            at[c] = (char *)(to - shift);
         } else if (p.kind == BLOCK_OF) {
             at[c] += first * p.bytes;
             if (!whole) {
@@ -490,13 +514,14 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
                 at[c] += start[0] * p.bytes;
                 continue;
             }
-            char *to = (char *)tile_room(s, room, c);
+            char *to = (char *)tile_room(s, room, c) + shift * p.bytes;
+            memset(to - shift * p.bytes, 0, (size_t)shift * p.bytes);
             for (int k = 0; k < runs; k++) {
                 memcpy(to + k * pace * p.bytes, at[c] + start[k] * p.bytes, (size_t)length[k] * p.bytes);
                 memset(to + (k * pace + length[k]) * p.bytes, 0,
                        (size_t)((runs > 1 ? pace : padded) - length[k]) * p.bytes);
             }
-            at[c] = to;
+            at[c] = to - shift * p.bytes;
         } else if (p.kind == EIGHTH && full) {
             at[c] += eights[0] * p.bytes;
         } else if (p.kind == EIGHTH) {
@@ -509,11 +534,12 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
             at[c] = to;
         }
     }
-    s.tile(at, count, full || s.block == 1 ? nullptr : live, (int32_t)(first * s.block), -1, known);
+    s.tile(at, shift + count, full || s.block == 1 ? nullptr : live, (int32_t)(grid.number(t, s.block, first) - shift), -1,
+           known);
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         if (p.reduction != NONE) {
-            const float *x = (const float *)at[c];
+            const float *x = (const float *)at[c] + shift;
             for (int k = 0; t.dense && !full && p.source == c && k < runs; k++)
                 memcpy(dense_copy(s, t, c) + start[k], x + k * pace, (size_t)length[k] * 4);
         } else if (p.written) {
@@ -523,7 +549,7 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
             for (int k = 0; p.kind == EIGHTH && !full && k < runs; k++)
                 memcpy(to + eights[k] * p.bytes, at[c] + k * pace / 8 * p.bytes, (size_t)((length[k] + 7) / 8) * p.bytes);
             for (int k = 0; p.kind == ELEMENT && !full && k < runs; k++)
-                memcpy(to + start[k] * p.bytes, at[c] + k * pace * p.bytes, (size_t)length[k] * p.bytes);
+                memcpy(to + start[k] * p.bytes, at[c] + (shift + k * pace) * p.bytes, (size_t)length[k] * p.bytes);
         }
     }
 }
@@ -536,7 +562,7 @@ OPTGEN_ONCE void sweep_narrow(const Stage &s, const Shape &t, const Panels &shap
     alignas(64) float one[1024 * BLOCKS_OF_TILE / 2];
     for (int64_t i = top; i < bottom; i += shape.together) {
         const int64_t row = matrix * t.rows + i, now = least(shape.together, bottom - i);
-        flat_tile(s, t, grid, row * shape.per_row, (int)(now * shape.per_row), room, known);
+        flat_tile(s, t, grid, row * shape.per_row, (int)(now * shape.per_row), 0, room, known);
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
             const float *x = tile_room(s, room, p.source);
@@ -620,17 +646,24 @@ OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t
             if (s.places[c].reduction != NONE)
                 fill(lane_room(s, room, c), LANES, first_of(s.places[c].reduction));
         for (int64_t first = k * unit; first < end;) {
-            int now = (int)least(most, end - first);
-            if (s.block == 1 && now >= UNIT)
-                now -= now % UNIT;
-            if (grid.per_row >= most)  // tiles of one row each, where that does not leave them nearly empty
+            int now = (int)least(most, end - first), shift = 0;
+            // Tiles of one row each, where that does not leave them nearly empty, or where rows are apart.
+            if (grid.per_row >= most || t.apart())
                 now = (int)least(now, grid.per_row - first % grid.per_row);
-            flat_tile(s, t, grid, first, now, room, known);
+            if (s.block == 1) {
+                shift = s.indexed ? (int)(grid.number(t, 1, first) & 7) : 0;
+                if (shift)
+                    now = (int)least(now, 8 - shift);
+                else if (now >= UNIT)
+                    now -= now % UNIT;
+            }
+            flat_tile(s, t, grid, first, now, shift, room, known);
             for (int c = 0; segments && c < s.count; c++) {
                 const Place &p = s.places[c];
                 const int lane = (int)((first - k * unit) * s.block % LANES);
                 if (p.reduction != NONE)
-                    add_tile(p.reduction, lane_room(s, room, c), tile_room(s, room, p.source), s, grid, first, now, lane);
+                    add_tile(p.reduction, lane_room(s, room, c), tile_room(s, room, p.source) + shift, s, grid, first, now,
+                             lane);
             }
             first += now;
         }
@@ -703,6 +736,8 @@ OPTGEN_ONCE void finish_columns(const Stage &s, const Place &p, const Shape &t, 
     while (low < high) {
         const int64_t matrix = low / t.columns, from = low % t.columns, n = least(high - low, t.columns - from);
         float *out = (float *)t.at[p.column] + low;
+        if (bands == 0)
+            fill(out, n, first_of(p.reduction));
         for (int64_t band = 0; band < bands; band++) {
             const float *part = (const float *)t.at[p.partial] + (matrix * bands + band) * t.columns + from;
             if (dense) {
@@ -756,6 +791,11 @@ OPTGEN_ONCE void reduce_few(const Place &p, const Shape &t, float *lanes, const 
 // All entries of a tensor, a stretch at a time.
 OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const Known &known) {
     const int64_t all = entries(s.space, t);
+    for (int c = 0; all == 0 && c < s.count; c++) {  // a part of a tensor that has none of them
+        const Place &p = s.places[c];
+        if (p.reduction != NONE)
+            fill((float *)t.at[p.column], entries(p.kind, t), done(p.reduction, first_of(p.reduction)));
+    }
     const int64_t of_matrix = s.space == ROW ? t.rows : s.space == COLUMN ? t.columns : 1;
     for (int64_t from = 0; from < all; from += s.size) {
         const int64_t n = least(s.size, all - from), matrix = from / of_matrix;
@@ -849,7 +889,7 @@ template <class Kernel> struct Runner<Kernel, typename Kernel::staged> {
             return 1;
         Table table = {rows, tensors, ADDRESSES, 0};
         for (int64_t k = 0; k < tensors; k++)
-            table.elements += table[k].numel;
+            table.elements += table[k].weight();
         if (threads > table.elements / FEW)
             threads = table.elements < FEW ? 1 : (int32_t)(table.elements / FEW);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -12,7 +12,7 @@ def probe(
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
-    row = table + tl.load(work + 2 * item) * 9
+    row = table + tl.load(work + 2 * item) * 12
     first = tl.load(work + 2 * item + 1)
     p_at = tl.load(row).to(tl.pointer_type(tl.float32))
     g_at = tl.load(row + 1).to(tl.pointer_type(GRAD))

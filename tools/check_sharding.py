@@ -1,0 +1,808 @@
+"""Check that parameters of several ranks are trained as if they were on one.
+
+    python tools/check_sharding.py                           processes of this machine, gloo: 2, 4, 3 and 1 ranks
+    torchrun --nproc-per-node 4 tools/check_sharding.py      the ranks that torchrun starts: NCCL where there are GPUs
+
+Every case prints its name when all ranks have passed it; the first failure ends the run with 1.  A rank that waits
+longer than --timeout seconds for another one fails, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+
+import generated  # noqa: E402
+from optgen.driver import targets  # noqa: E402
+from optgen.ops import dtypes  # noqa: E402
+from optgen.runtime import checkpoint, sharding  # noqa: E402
+from optgen.verify.differential import Values, compare, enclose, oracle  # noqa: E402
+from optgen.verify.intervals import FAST  # noqa: E402
+from tests.harness import plan_of, spec_of  # noqa: E402
+
+RANKS = (2, 4, 3, 1)
+SEED = 20
+
+
+@dataclass
+class Here:
+    """What a case knows: its rank, the kind of device, the backend of the kernels, a folder that all runs share."""
+
+    rank: int
+    world: int
+    device: str
+    backend: str
+    folder: Path
+    saved_by: list[int] = field(default_factory=list)
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        names = ("outer", "inner")[-len(shape) :]
+        return init_device_mesh(self.device, shape, mesh_dim_names=names)
+
+    def values(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Random numbers, the same on all ranks."""
+        return torch.randn(shape, generator=self.random).to(self.device, dtype)
+
+    def restart(self) -> None:
+        self.random = torch.Generator().manual_seed(SEED)
+
+
+Case = Callable[[Here], None]
+CASES: dict[str, tuple[Case, tuple[int, ...]]] = {}
+
+
+def case(*worlds: int) -> Callable[[Case], Case]:
+    """A check for runs of so many ranks."""
+
+    def add(function: Case) -> Case:
+        CASES[function.__name__] = function, worlds
+        return function
+
+    return add
+
+
+# -- two runs beside each other ---------------------------------------------------------------------------
+
+
+@dataclass
+class Piece:
+    """A parameter: its value, and how it lies."""
+
+    value: Tensor
+    mesh: DeviceMesh | None = None
+    placements: Sequence[Any] = ()
+
+    def parameter(self, sharded: bool) -> nn.Parameter:
+        value = self.value.clone()
+        return nn.Parameter(distribute_tensor(value, self.mesh, self.placements) if sharded and self.mesh else value)
+
+
+class Runs:
+    """A rule over the same parameters twice: whole on every rank, and in parts."""
+
+    def __init__(self, here: Here, cls: Any, pieces: Sequence[Piece], **options: Any) -> None:
+        self.here, self.pieces = here, pieces
+        self.alone = [piece.parameter(False) for piece in pieces]
+        self.parts = [piece.parameter(True) for piece in pieces]
+        options = {"lr": 1e-2, "backend": here.backend, **options}
+        if "lr" in options and not any(h.name == "lr" for h in cls.HYPERS):
+            del options["lr"]
+        self.one, self.many = cls(self.alone, **options), cls(self.parts, **options)
+
+    def step(self, scale: float = 1.0, but: Sequence[int] = ()) -> None:
+        """One step; parameters numbered in `but` have no gradient."""
+        for k, (piece, p, q) in enumerate(zip(self.pieces, self.alone, self.parts, strict=True)):
+            g = self.here.values(*piece.value.shape, dtype=piece.value.dtype) * scale
+            p.grad = q.grad = None
+            if k not in but:
+                p.grad = g
+                q.grad = distribute_tensor(g, piece.mesh, piece.placements) if piece.mesh else g.clone()
+        self.one.step()
+        self.many.step()
+
+    def same(self, *, but: Sequence[str] = ()) -> None:
+        """The parts are those of the run on one rank, bit for bit."""
+        for k, (p, q) in enumerate(zip(self.alone, self.parts, strict=True)):
+            alike(p.detach(), q.detach(), f"parameter {k}")
+            one, many = self.one.state[p], self.many.state[q]
+            assert one.keys() == many.keys(), (one.keys(), many.keys())
+            for name, value in one.items():
+                if isinstance(value, Tensor):
+                    alike(value, many[name], f"{name} of parameter {k}, {list(p.shape)}")
+                else:
+                    assert value == many[name], (name, value, many[name])
+
+
+def alike(whole: Tensor, part: Tensor, what: str) -> None:
+    """`part` is this rank's part of `whole`, bit for bit."""
+    if isinstance(part, DTensor):
+        assert part.shape == whole.shape, (what, part.shape, whole.shape)
+        whole, part = sharding.part_of(whole, sharding.layout_of(part)), part.to_local()
+    assert part.shape == whole.shape, (what, part.shape, whole.shape)
+    same = whole.contiguous().reshape(-1).view(torch.uint8) == part.contiguous().reshape(-1).view(torch.uint8)
+    assert same.all(), f"{what}: {int((~same).sum())} of {same.numel()} bytes differ"
+
+
+def everywhere(x: Tensor) -> None:
+    """x is the same on all ranks, bit for bit."""
+    data = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    found = [torch.empty_like(data) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, data)
+    assert all(torch.equal(data, other) for other in found)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a DTensor, in any dtype: gloo itself sends no int16."""
+    if not isinstance(x, DTensor):
+        return x.detach().clone()
+    of = sharding.layout_of(x)
+    if not of.dims():
+        return x.to_local().detach().clone()
+    wanted = sharding.Whole(of, x.to_local().detach())
+    sharding.gather([wanted])
+    assert wanted.found is not None
+    return wanted.found
+
+
+@contextmanager
+def refused(error: type[Exception], *words: str) -> Iterator[None]:
+    """What is inside raises that error, and its message has these words."""
+    message = None
+    try:
+        yield
+    except error as found:
+        message = str(found)
+    assert message is not None, f"{error.__name__} expected"
+    for word in words:
+        assert word in message, (word, message)
+
+
+def rows(here: Here, mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Piece]:
+    """Parameters cut along dimension 0."""
+    return [Piece(here.values(*shape, dtype=dtype), mesh, [Shard(0)]) for shape in shapes]
+
+
+# Rows that end within a block, fewer rows than ranks, vectors with and without whole blocks, a stack, one number.
+UNEVEN = [(97, 130), (64, 256), (3, 1500), (7,), (4160,), (8192,), (5, 3, 16, 16), (1, 5000)]
+
+
+# -- element-wise rules ------------------------------------------------------------------------------------
+
+
+@case(2, 3, 4)
+def rows_of_element_wise_rules(here: Here) -> None:
+    """Bit for bit the run on one rank: uneven parts, ranks without rows, vectors."""
+    mesh = here.mesh(here.world)
+    for cls, plan in (
+        ("AdamW", "int8_split24"),
+        ("AdamW", "bf16_sr"),
+        ("AdamW", "bf16_kahan"),
+        ("Lion", "int8_split24"),
+    ):
+        runs = Runs(here, getattr(generated, cls), rows(here, mesh, UNEVEN, torch.bfloat16), plan=plan)
+        for _ in range(3):
+            runs.step()
+        runs.same()
+
+
+@case(2, 3)
+def columns_of_element_wise_rules(here: Here) -> None:
+    """Cut along columns: whole blocks, or no blocks at all and any number of columns."""
+    n, mesh = here.world, here.mesh(here.world)
+    for plan, shapes in (
+        ("int8_split24", [(40, 128 * n), (40, 64 * n), (40, 128 * n - 1), (5, 64 * n, 3, 3)]),
+        ("bf16_sr", [(40, 26 * n + 1), (1000, 3), (9, 1601), (6, 2 * n, 3, 3)]),
+        ("fp32_master", [(40, 26 * n + 1), (3, 4, 5, 7)]),
+    ):
+        pieces = [Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]) for shape in shapes]
+        if plan == "fp32_master":
+            pieces.append(Piece(here.values(4, 5, 6, dtype=torch.bfloat16), mesh, [Shard(2)]))
+        pieces.append(Piece(here.values(33, 65, dtype=torch.bfloat16), mesh, [Replicate()]))
+        pieces.append(Piece(here.values(65, dtype=torch.bfloat16)))
+        runs = Runs(here, generated.AdamW, pieces, plan=plan)
+        for _ in range(3):
+            runs.step()
+        runs.same()
+
+
+@case(4)
+def meshes_of_two_dimensions(here: Here) -> None:
+    """Hybrid sharding, fully sharded with tensor parallelism, and both dimensions cut; meshes mixed in one group."""
+    mesh = here.mesh(2, 2)
+    kinds = [
+        (Replicate(), Shard(0)),
+        (Shard(0), Replicate()),
+        (_StridedShard(0, split_factor=2), Shard(0)),
+        (Shard(0), Shard(1)),
+        (Shard(1), Shard(0)),
+        (Shard(0), Shard(0)),
+    ]
+    for plan in ("int8_split24", "bf16_sr"):
+        pieces = [Piece(here.values(36, 256, dtype=torch.bfloat16), mesh, kind) for kind in kinds]
+        pieces += [Piece(here.values(8192 + 64, dtype=torch.bfloat16), mesh, kind) for kind in kinds[:2]]
+        pieces.append(Piece(here.values(37, 256, dtype=torch.bfloat16), here.mesh(4), [Shard(0)]))
+        runs = Runs(here, generated.AdamW, pieces, plan=plan)
+        for _ in range(2):
+            runs.step()
+        runs.same()
+
+
+@case(2)
+def eager_torch(here: Here) -> None:
+    """The reference does the same, element-wise and where it sums."""
+    mesh = here.mesh(here.world)
+    for cls in ("AdamW", "CAME"):
+        shapes = [(33, 130), (3, 1500)] + ([(4160,)] if cls == "AdamW" else [])
+        pieces = rows(here, mesh, shapes, torch.bfloat16)
+        pieces.append(Piece(here.values(40, 256, dtype=torch.bfloat16), mesh, [Shard(1)]))
+        runs = Runs(here, getattr(generated, cls), pieces, plan="int8_split24", backend="reference")
+        for _ in range(2):
+            runs.step()
+        runs.same()
+
+
+# -- rules that sum ----------------------------------------------------------------------------------------
+
+
+def enclosed(here: Here, name: str, plan_name: str, pieces: Sequence[Piece], steps: int = 2) -> None:
+    """Each step of each parameter lies where running error analysis says that it may, sums taken in any order; what all
+    ranks keep is the same on all of them."""
+    cls, spec, plan = getattr(generated, SUMMING[name]), spec_of(name), plan_of(plan_name)
+    params = [piece.parameter(True) for piece in pieces]
+    opt = cls(params, plan=plan_name, backend=here.backend)
+    group = opt.param_groups[0]
+    hypers = {h.name: group[h.name] for h in cls.HYPERS}
+    hypers |= {f.name: group[f.name] for f in cls.FLAGS if not f.derived}
+    for k in range(steps):
+        before = [decoded(cls, group, p, opt.state.get(p)) for p in params] if k else [None] * len(params)
+        grads = [here.values(*piece.value.shape, dtype=piece.value.dtype) for piece in pieces]
+        for p, g, piece in zip(params, grads, pieces, strict=True):
+            p.grad = distribute_tensor(g, piece.mesh, piece.placements)
+        host = [{h: opt.state[p][h] for h in variant_of(cls, group, p).host_names} if k else {} for p in params]
+        opt.step()
+        for p, g, old, kept in zip(params, grads, before, host, strict=True):
+            after = decoded(cls, group, p, opt.state[p])
+            for value in after.values():
+                everywhere(value)
+            if old is None or here.rank:
+                continue
+            flags = spec.flag_values(hypers, tuple(p.shape))
+            variant = variant_of(cls, group, p)
+            rec = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+            dtype = dtypes.FROM_TORCH[str(p.dtype).removeprefix("torch.")]
+            storage = plan.storage(spec.present(flags), dtype, variant.small, rec)
+            values = Values.decoded(old, kept, k, FAST)
+            inside = enclose(spec, storage, values, g, hypers, kept=after)
+            report = compare(after, inside, oracle(spec, old, g, k, kept, hypers))
+            assert report.ok, (name, plan_name, list(p.shape), p.placements, report)
+            assert report.claimed > 0.9, (name, report)
+
+
+def variant_of(cls: Any, group: dict[str, Any], p: Tensor) -> Any:
+    return checkpoint.select(cls, group, p)[2]
+
+
+def decoded(cls: Any, group: dict[str, Any], p: Tensor, entry: dict[str, Any]) -> dict[str, Tensor]:
+    """The fp32 weight under "p" and the fp32 states, whole."""
+    _, plan, variant = checkpoint.select(cls, group, p)
+    made = sharding.decode(plan, variant, p, entry, ("p", *variant.states))
+    return {name: whole(value) for name, value in made.items()}
+
+
+SUMMING = {
+    "came": "CAME", "adafactor": "Adafactor", "lamb": "LAMB", "stable_adamw": "StableAdamW", "sm3": "SM3",
+    "lars": "LARS", "novograd": "NovoGrad", "fromage": "Fromage", "cautious_adamw": "CautiousAdamW",
+    "adam_mini": "AdamMini",
+}  # fmt: skip
+
+
+@case(2, 4)
+def sums_over_rows_and_columns(here: Here) -> None:
+    """Statistics are those of the whole tensor: uneven parts, ranks without rows, columns cut, stacks of matrices."""
+    mesh = here.mesh(here.world)
+    for name in SUMMING:
+        for plan, dtype in (("fp32", torch.float32), ("int8_split24", torch.bfloat16)):
+            pieces = rows(here, mesh, [(97, 130), (3, 1500), (5, 3, 16, 16)], dtype)
+            pieces.append(Piece(here.values(70, 64 * here.world, dtype=dtype), mesh, [Shard(1)]))
+            enclosed(here, name, plan, pieces)
+            if here.world == 4:
+                break  # uneven parts: one plan
+
+
+@case(4)
+def sums_over_two_mesh_dimensions(here: Here) -> None:
+    """Replicas are not counted twice; both dimensions cut."""
+    mesh = here.mesh(2, 2)
+    kinds = [
+        (Replicate(), Shard(0)),
+        (Shard(0), Shard(1)),
+        (_StridedShard(0, split_factor=2), Shard(0)),
+        (Shard(1), Replicate()),
+    ]
+    for name in ("came", "lamb", "sm3"):
+        enclosed(
+            here, name, "int8_split24", [Piece(here.values(40, 256, dtype=torch.bfloat16), mesh, k) for k in kinds]
+        )
+
+
+@case(2, 3)
+def matrix_products(here: Here) -> None:
+    """Every rank computes the function of the whole matrix: bit for bit the run on one rank."""
+    mesh = here.mesh(here.world)
+    pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500)], torch.bfloat16)
+    pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    runs = Runs(here, generated.Muon, pieces, plan="int8_split24")
+    for _ in range(2):
+        runs.step()
+    runs.same()
+
+
+@case(2, 3)
+def sums_over_the_model(here: Here) -> None:
+    """Sums that fp32 takes without rounding, so that their order is none: bit for bit the run on one rank."""
+    mesh = here.mesh(here.world)
+    pieces = rows(here, mesh, [(97, 130), (2, 1500), (7,)], torch.float32)
+    pieces.append(Piece(here.values(33), None))
+    runs = Runs(here, generated.ClippedAdamW, pieces, plan="fp32")
+    for _ in range(2):
+        for p, q, piece in zip(runs.alone, runs.parts, pieces, strict=True):
+            g = here.values(*piece.value.shape).sign()
+            p.grad, q.grad = g, distribute_tensor(g, mesh, piece.placements) if piece.mesh else g.clone()
+        runs.one.step()
+        runs.many.step()
+    runs.same()
+    params = [piece.parameter(True) for piece in pieces]
+    opt = generated.Prodigy(params, plan="fp32", backend=here.backend)
+    for _ in range(3):
+        for q, piece in zip(params, pieces, strict=True):
+            g = here.values(*piece.value.shape)
+            q.grad = distribute_tensor(g, mesh, piece.placements) if piece.mesh else g
+        opt.step()
+    for name in ("d", "d_max"):
+        found = [sharding.local(opt.state[q][name]) for q in params if name in opt.state[q]]
+        for value in found:
+            everywhere(value)
+            assert torch.equal(value, found[0])
+
+
+@case(2, 3)
+def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
+    """A gradient that one rank lacks counts as zeros there; one that all lack leaves the parameter alone."""
+    mesh = here.mesh(here.world)
+    for cls in (generated.LAMB, generated.Muon):
+        pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500)], torch.float32)
+        pieces[2] = Piece(pieces[2].value, mesh, [Shard(0)])
+        here_only, zeros = [x.parameter(True) for x in pieces], [x.parameter(True) for x in pieces]
+        one, two = (cls(params, plan="fp32", backend=here.backend) for params in (here_only, zeros))
+        for _ in range(2):
+            for k, (p, q, piece) in enumerate(zip(here_only, zeros, pieces, strict=True)):
+                g = distribute_tensor(here.values(*piece.value.shape), mesh, piece.placements)
+                if k == 1:  # nobody
+                    continue
+                lacks = k == 0 and here.rank == here.world - 1
+                p.grad = None if lacks else g
+                q.grad = torch.zeros_like(g) if lacks else g
+            one.step()
+            two.step()
+        for k, (p, q) in enumerate(zip(here_only, zeros, strict=True)):
+            assert torch.equal(p.to_local(), q.to_local())
+            assert (k == 1) == (p not in one.state), k
+
+
+@case(2)
+def kernels_over_parts(here: Here) -> None:
+    """The kernels of the backend alone, over few elements: Triton's interpreter takes its time."""
+    mesh = here.mesh(2)
+    for plan, shape in (("int8_split24", (33, 128)), ("bf16_sr", (5, 27))):
+        pieces = rows(here, mesh, [(33, 130), (1, 70)], torch.bfloat16)
+        pieces.append(Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]))
+        runs = Runs(here, generated.AdamW, pieces, plan=plan)
+        runs.step()
+        runs.same()
+    pieces = rows(here, mesh, [(9, 70)], torch.bfloat16)
+    pieces.append(Piece(here.values(6, 128, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    enclosed(here, "came", "int8_split24", pieces)
+
+
+# -- as their users use them -------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Two layers of odd sizes, one normalization."""
+
+    def __init__(self, width: int = 130) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(64, width), nn.LayerNorm(width)
+        self.down = nn.Linear(width, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)).relu())
+
+
+def built(here: Here, width: int = 130) -> Model:
+    torch.manual_seed(SEED)
+    return Model(width).to(here.device)
+
+
+def trained(here: Here, model: nn.Module, opt: Any, steps: int) -> None:
+    """The same batches on all ranks, so that the gradients are those of one rank, divided and added up again."""
+    for _ in range(steps):
+        x = here.values(16, 64)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+
+@case(2)
+def replicas_stay_alike(here: Here) -> None:
+    """DistributedDataParallel with stochastic rounding: all ranks keep the same bits, though they see other batches."""
+    model = built(here).to(torch.bfloat16)
+    replica = nn.parallel.DistributedDataParallel(model)
+    opt = generated.AdamW(replica.named_parameters(), plan="int8_split24", backend=here.backend)
+    for _ in range(4):
+        x = here.values(2, 16, 64, dtype=torch.bfloat16)[here.rank]
+        opt.zero_grad()
+        replica(x).square().mean().backward()
+        opt.step()
+    for p in model.parameters():
+        everywhere(p)
+        for value in opt.state[p].values():
+            everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
+
+
+@case(2, 4)
+def fully_sharded(here: Here) -> None:
+    """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = built(here, 128)
+    if here.world == 4:
+        mesh = here.mesh(2, 2)
+        parallelize_module(
+            model,
+            mesh["inner"],
+            {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())},
+        )
+        fully_shard(model, mesh=mesh["outer"])
+    else:
+        fully_shard(model.up)
+        fully_shard(model)
+    opt = generated.AdamW(model.named_parameters(), lr=1e-2, plan="int8", backend=here.backend)
+    alone = {name: nn.Parameter(whole(p)) for name, p in model.named_parameters()}
+    other = generated.AdamW(alone.items(), lr=1e-2, plan="int8", backend=here.backend)
+    for _ in range(3):
+        opt.zero_grad()
+        model(here.values(16, 64)).square().mean().backward()
+        for name, p in model.named_parameters():
+            alone[name].grad = whole(p.grad)
+        opt.step()
+        other.step()
+        for name, p in model.named_parameters():
+            alike(alone[name].detach(), p.detach(), name)
+            for key, value in other.state[alone[name]].items():
+                if isinstance(value, Tensor):
+                    alike(value, opt.state[p][key], f"{key} of {name}")
+                    assert isinstance(opt.state[p][key], DTensor)
+
+
+@case(2)
+def flattened(here: Here) -> None:
+    """FullyShardedDataParallel: plain element-wise plans do what they do on one rank, all else is refused."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    # The same batch on both ranks: their average is each of them.
+    device = torch.device("cpu") if here.device == "cpu" else torch.cuda.current_device()
+    model = FullyShardedDataParallel(built(here), use_orig_params=True, device_id=device)
+    for cls, plan in ((generated.AdamW, "int8_split24"), (generated.AdamW, "bf16_sr"), (generated.CAME, "fp32")):
+        with refused(ValueError, "fully_shard"):
+            cls([p for p in model.parameters() if p.numel()], plan=plan, backend=here.backend)
+    alone = built(here)
+    opt, one = (generated.AdamW(m.parameters(), lr=1e-2, plan="fp32", backend=here.backend) for m in (model, alone))
+    for _ in range(3):
+        x = here.values(16, 64)
+        for m, o in ((model, opt), (alone, one)):
+            o.zero_grad()
+            m(x).square().mean().backward()
+            o.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p.detach().view(-1), q.detach().view(-1))
+
+
+class Bag(nn.Module):
+    """Parameters of many shapes, cut along dimension 0."""
+
+    def __init__(self, here: Here, dtype: torch.dtype) -> None:
+        super().__init__()
+        mesh = here.mesh(here.world)
+        self.shapes = UNEVEN
+        for k, piece in enumerate(rows(here, mesh, UNEVEN, dtype)):
+            self.register_parameter(f"p{k}", piece.parameter(True))
+
+    def train_on(self, here: Here, opt: Any, steps: int) -> None:
+        for _ in range(steps):
+            for p in self.parameters():
+                p.grad = distribute_tensor(here.values(*p.shape, dtype=p.dtype), p.device_mesh, p.placements)
+            opt.step()
+
+
+SAVED = (("AdamW", "int8_split24", torch.bfloat16, True), ("AdamW", "bf16_sr", torch.bfloat16, False))
+
+
+def checkpointed(here: Here, k: int) -> tuple[Bag, Any, Path, bool]:
+    name, plan, dtype, flat = SAVED[k]
+    here.restart()
+    bag = Bag(here, dtype)
+    opt = getattr(generated, name)(bag.named_parameters(), lr=1e-2, plan=plan, backend=here.backend)
+    return bag, opt, here.folder / f"{name}_{plan}", flat
+
+
+@case(2)
+def saves_for_other_ranks(here: Here) -> None:
+    """torch.distributed.checkpoint, waiting for it and not; what the run comes to is kept for those that go on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    for k in range(len(SAVED)):
+        bag, opt, folder, flat = checkpointed(here, k)
+        bag.train_on(here, opt, 2)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        saved = {"weights": bag.state_dict(), "optimizer": get_optimizer_state_dict(bag, opt, options=options)}
+        if k:
+            dcp.async_save(saved, checkpoint_id=str(folder)).result()
+        else:
+            dcp.save(saved, checkpoint_id=str(folder))
+        bag.train_on(here, opt, 2)
+        final = {name: whole(p) for name, p in bag.named_parameters()}
+        states = {
+            name: {key: whole(x) if isinstance(x, Tensor) else x for key, x in opt.state[p].items()}
+            for name, p in bag.named_parameters()
+        }
+        if here.rank == 0:
+            torch.save({"weights": final, "states": states}, folder / "expected.pt")
+
+
+@case(4, 3, 1, 2)
+def loads_what_other_ranks_saved(here: Here) -> None:
+    """Loaded on another number of ranks, training goes on bit for bit."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    there = all((checkpointed(here, k)[2] / "expected.pt").exists() for k in range(len(SAVED)))
+    dist.barrier()
+    if not there:  # no run before this one
+        saves_for_other_ranks(here)
+        dist.barrier()
+    for k in range(len(SAVED)):
+        bag, opt, folder, flat = checkpointed(here, k)
+        expected = torch.load(folder / "expected.pt", map_location=here.device)
+        weights = [whole(p) for p in bag.parameters()]
+        for _ in range(2):  # the gradients of the steps that were saved
+            for p in bag.parameters():
+                here.values(*p.shape, dtype=p.dtype)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        room = {"weights": bag.state_dict(), "optimizer": get_optimizer_state_dict(bag, opt, options=options)}
+        for p, before in zip(bag.parameters(), weights, strict=True):  # states are made by a step that changes nothing
+            alike(before, p.detach(), "the weight")
+        dcp.load(room, checkpoint_id=str(folder))
+        bag.load_state_dict(room["weights"])
+        set_optimizer_state_dict(bag, opt, room["optimizer"], options=options)
+        bag.train_on(here, opt, 2)
+        for name, p in bag.named_parameters():
+            alike(expected["weights"][name], p.detach(), name)
+            for key, value in expected["states"][name].items():
+                if isinstance(value, Tensor):
+                    alike(value, opt.state[p][key], f"{key} of {name}")
+                else:
+                    assert value == opt.state[p][key]
+
+
+@case(2)
+def loads_whole_and_dense(here: Here) -> None:
+    """An optimizer's own state dict: of DTensors, of whole tensors, and torch.optim's."""
+    mesh = here.mesh(here.world)
+    pieces = rows(here, mesh, [(97, 130), (4160,), (7,)], torch.bfloat16)
+    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
+    runs.step()
+    for saved in (runs.many.state_dict(), runs.one.state_dict()):
+        params = [nn.Parameter(p.detach().clone()) for p in runs.parts]
+        other = generated.AdamW(params, lr=1e-2, plan="int8_split24", backend=here.backend)
+        other.load_state_dict(saved)
+        for p, q in zip(runs.parts, params, strict=True):
+            for key, value in runs.many.state[p].items():
+                if isinstance(value, Tensor):
+                    alike(whole(value), other.state[q][key], key)
+    alone, parts = runs.one.master_weights(), runs.many.master_weights()
+    for name, value in alone.items():
+        alike(value, parts[name], f"weight {name}")
+    dense, cut = runs.one.dense_state_dict(), runs.many.dense_state_dict()
+    for number, entry in dense["state"].items():
+        for key, value in entry.items():
+            alike(value, cut["state"][number][key], key)
+    params = [nn.Parameter(p.detach().clone()) for p in runs.parts]
+    other = generated.AdamW(params, lr=1e-2, plan="int8_split24", backend=here.backend)
+    other.load_state_dict(dense)
+    one = generated.AdamW(
+        [nn.Parameter(p.detach().clone()) for p in runs.alone], lr=1e-2, plan="int8_split24", backend=here.backend
+    )
+    one.load_state_dict(dense)
+    for p, q in zip(one.param_groups[0]["params"], params, strict=True):
+        for key, value in one.state[p].items():
+            if isinstance(value, Tensor):
+                alike(value, other.state[q][key], key)
+    with refused(ValueError, "exp_avg", "nothing was loaded"):
+        bad = runs.one.state_dict()
+        bad["state"][0] = {**bad["state"][0], "exp_avg": torch.zeros(96, 130, dtype=torch.uint8)}
+        other.load_state_dict(bad)
+
+
+@case(2)
+def evaluates_and_swaps(here: Here) -> None:
+    """Averages for evaluation; parameters that a framework puts into the groups after the optimizer was made."""
+    mesh = here.mesh(here.world)
+    runs = Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], torch.float32), plan="fp32")
+    runs.step()
+    runs.step()
+    for opt in (runs.one, runs.many):
+        opt.eval()
+    for p, q in zip(runs.alone, runs.parts, strict=True):
+        alike(p.detach(), q.detach(), "the average")
+    for opt in (runs.one, runs.many):
+        opt.train()
+    runs.same()
+    pieces = rows(here, mesh, [(97, 130), (4160,)], torch.bfloat16)
+    runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
+    late = generated.AdamW(
+        [torch.empty(1, dtype=torch.bfloat16, requires_grad=True) for _ in pieces],
+        lr=1e-2,
+        plan="int8_split24",
+        backend=here.backend,
+    )
+    late.param_groups[0]["params"] = runs.parts
+    runs.many = late
+    runs.step()
+    runs.same()
+
+
+@case(2)
+def refuses_what_it_cannot_do(here: Here) -> None:
+    """With what was found and what to do; nothing has changed."""
+    mesh = here.mesh(2)
+    with refused(ValueError, "columns [0, 20)", "multiple of 2 x 64", "dimension 0"):
+        Runs(here, generated.AdamW, [Piece(here.values(128, 40), mesh, [Shard(1)])], plan="int8")
+    summand = nn.Parameter(DTensor.from_local(here.values(8, 8), mesh, [Partial()], run_check=False))
+    with refused(ValueError, "summand"):
+        generated.AdamW([summand], plan="fp32")
+    stack = Piece(here.values(4, 64, 128, dtype=torch.bfloat16), mesh, [Shard(1)])
+    with refused(ValueError, "dimension 0"):
+        Runs(here, generated.CAME, [stack], plan="int8_split24")
+    p = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
+    q = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
+    opt = generated.AdamW([p, q], plan="fp32", backend=here.backend)
+    before = p.to_local().clone()
+    # A gradient that lies otherwise is brought to where its parameter lies.
+    g = here.values(64, 64)
+    p.grad, q.grad = distribute_tensor(g, mesh, [Shard(0)]), distribute_tensor(g, mesh, [Shard(0)])
+    opt.step()
+    assert not torch.equal(before, p.to_local())
+    # A model that is wrapped anew has other parts: the states do not fit them.
+    again = nn.Parameter(distribute_tensor(whole(p), mesh, [Shard(1)]))
+    opt.state[again] = opt.state.pop(p)
+    opt.param_groups[0]["params"][0] = again
+    again.grad = distribute_tensor(g, mesh, [Shard(1)])
+    kept = again.to_local().clone()
+    with refused(RuntimeError, "exp_avg"):
+        opt.step()
+    assert torch.equal(kept, again.to_local())
+
+
+# -- running -----------------------------------------------------------------------------------------------
+
+
+def run_cases(here: Here, arguments: argparse.Namespace) -> None:
+    """Every case for so many ranks."""
+    for name, (function, worlds) in CASES.items():
+        if here.world not in worlds or (arguments.only and name not in arguments.only) or name in arguments.but:
+            continue
+        here.restart()
+        function(here)
+        dist.barrier()
+        if here.rank == 0:
+            print(f"ok {here.world} {name}", flush=True)
+
+
+def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local: int) -> int:
+    """One rank; the exit code."""
+    torch.set_num_threads(1)
+    device = arguments.device
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=init, rank=rank, world_size=world, timeout=timedelta(seconds=arguments.timeout)
+    )
+    here = Here(rank, world, device, arguments.kernels, Path(arguments.folder))
+    try:
+        run_cases(here, arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def fork(world: int, arguments: argparse.Namespace) -> int:
+    """That many processes; the exit code.  All are ended when one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    code = start(rank, world, arguments, f"file://{folder}/store", rank)
+                finally:
+                    os._exit(code)
+            children.append(child)
+        failed = 0
+        while children:
+            child, status = os.wait()
+            children.remove(child)
+            if status and not failed:
+                failed = 1
+                for other in children:
+                    os.kill(other, 15)
+        return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", help="names of cases")
+    parser.add_argument("--but", nargs="+", default=[], help="cases to leave out")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="runs of so many processes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", default="auto", help="the optimizers' `backend`")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a rank waits for another one")
+    parser.add_argument("--folder", help="for checkpoints, shared by all ranks and runs; default: a temporary one")
+    arguments = parser.parse_args()
+    unknown = {*arguments.only, *arguments.but} - CASES.keys()
+    if unknown:
+        parser.error(f"no such case: {', '.join(sorted(unknown))} (there are: {', '.join(CASES)})")
+    if "RANK" in os.environ:
+        arguments.folder = arguments.folder or tempfile.gettempdir()
+        rank, world, local = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return start(rank, world, arguments, "env://", local)
+    if arguments.device == "cuda":
+        parser.error("start it with torchrun where there are GPUs, or say --device cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.folder = arguments.folder or folder
+        return max(fork(world, arguments) for world in arguments.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
