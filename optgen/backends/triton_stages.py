@@ -410,7 +410,8 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
             out.append("        at_eight = block // per_row * tl.cdiv(columns, 8) + lane // 8")
             out.append("        live_eight = live_block & (lane < columns)")
         if _is_counted(program):
-            out.append("        number = (begin + block // per_row * pace + lane).to(tl.int32)")
+            out.append("        eights = begin + block // per_row * pace + (lane & -8)")
+            out.append("        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)")
     else:
         if _is_counted(program):
             out.append(f"    columns = tl.load(row + {frame.numel + 1})")
