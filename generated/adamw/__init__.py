@@ -32,7 +32,7 @@ class AdamW(Optimizer):
         Flag("amsgrad", False),
         Flag("decouple_lr", False),
     )
-    PLANS = ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int8", "int8_rn_split24", "flashoptim",)
+    PLANS = ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int6_split24", "int5_split24", "int4_split24", "int8", "int8_rn_split24", "flashoptim",)
     DEFAULT_PLAN = {
         "float32": "int8_split24",
         "bfloat16": "int8_split24",
