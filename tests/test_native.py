@@ -73,7 +73,7 @@ EXPORT int32_t optgen_step(const int64_t *table, int64_t tensors, const float *s
     (void)key;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t k = 0; k < tensors; k++)
-        OPTGEN_KERNEL<OPTGEN_GRAD>::step(table + k * 6, scalars, 0, table[k * 6 + 3]);
+        OPTGEN_KERNEL<OPTGEN_GRAD>::step(table + k * 9, scalars, 0, table[k * 9 + 3]);  // 3 addresses, 6 sizes
     return 0;
 }
 """
