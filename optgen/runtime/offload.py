@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from optgen.runtime import alone, checkpoint, control, state
+from optgen.runtime import alone, checkpoint, control, sharding, state
 from optgen.runtime.arena import LINE
 
 if TYPE_CHECKING:
@@ -282,6 +282,12 @@ class Offload:
                     members.append(Member(p, number, name))
                     optimizer._check_pair(p, g, name)
                     leaves = self.leaves(group, p)
+                    if leaves and sharding.is_sharded(p):
+                        raise NotImplementedError(
+                            f"{type(optimizer).__name__}: offload=True does not move parts of tensors: "
+                            f"{state.label(p, name)} is a DTensor on {p.device}.  Let fully_shard keep it on the host "
+                            f"(offload_policy=CPUOffloadPolicy()), or leave offload=True out"
+                        )
                     known.append((id(p), number, name, p.dtype, g.dtype, p.device, p.shape, leaves))
             position += len(group["params"])
         if known == self._known:

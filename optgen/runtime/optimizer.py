@@ -244,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
-        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+        if state.overlaps(p):
             raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
 
     def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], params: Any) -> None:
