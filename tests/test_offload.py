@@ -4,6 +4,7 @@ that must be copied before they are worked on; what moves, waits and steps is wh
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,6 +132,15 @@ def test_together_with_gradient_release() -> None:
     train(opt_b, b, 4)
     same(a, b, opt_a, opt_b)
     assert all(p.grad is None for p in b.parameters())
+
+
+def test_released_parameters_share_one_thread() -> None:
+    _, _, model, opt = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    before = {t.ident for t in threading.enumerate()}
+    handle = moved(opt).release_gradients(model)
+    train(opt, model, 2)
+    assert len(handle._ones) > 2
+    assert len([t for t in threading.enumerate() if t.ident not in before and "optgen-offload" in t.name]) == 1
 
 
 @pytest.mark.usefixtures("small_chunks")

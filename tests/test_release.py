@@ -607,3 +607,17 @@ def test_the_norm_over_parameters_of_which_some_are_dtensors(tmp_path: Any) -> N
         assert all(map(torch.equal, *found))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_parameter_that_changes_its_dtype_is_refused(name: str) -> None:
+    p = nn.Parameter(torch.ones(8, 64))
+    opt = getattr(optim, name)([p], plan="fp32", backend="reference")
+    opt.release_gradients()
+    p.sum().backward()
+    p.data = p.data.bfloat16()
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"parameter 0 \(bfloat16 \[8, 64\]\) was float32"):
+        p.sum().backward()
+    assert torch.equal(p, before)
+    assert opt.state[p]["step"] == 1

@@ -164,13 +164,17 @@ class Optimizer(torch.optim.Optimizer):
     def _reset_caches(self) -> None:
         """What is derived from parameters and groups, and neither copied nor pickled."""
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
-        self._launcher = launch.Launcher()
-        self._replay = replay.Keeper()
+        self._forget_tables()
         self._counters = control.Counters()
         self._trained: dict[Tensor, Tensor] | None = None
         self._release: release.Release | None = None
         self._offload = offload.Offload()
         self._room: Arena | None = None
+
+    def _forget_tables(self) -> None:
+        """What kernels read beside the tensors, and the room in which they leave values for one another."""
+        self._launcher = launch.Launcher()
+        self._replay = replay.Keeper()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -70,7 +70,8 @@ class One:
         if kept is not stepper.state[p]:
             optimizer.state[p] = stepper.state[p]
         if self.variant is not None and any(t.space == "elem" for t in self.variant.temps):
-            stepper._reset_caches()  # the room for the temps is as large as the parameter
+            stepper._forget_tables()  # the room for the temps is as large as the parameter
+            stepper._offload.forget_tables()
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
