@@ -522,6 +522,11 @@ class Optimizer(torch.optim.Optimizer):
                 choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False)
                 if self._sends(choice.variant(entry.p), entry.p):
                     wanted.append(entry.p)
+        if wanted and control.capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
+                f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
+            )
         found = sharding.agreed(wanted) if wanted else []
         return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
 
