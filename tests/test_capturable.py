@@ -586,3 +586,21 @@ def test_fused_without_a_scaler_counts_where_it_has_counted() -> None:
     opt.step()
     assert opt.state[p]["step"] is kept
     assert kept.item() == 4
+
+
+def test_a_graph_of_what_ranks_agree_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Shard(0)]))
+        p.grad = torch.ones_like(p)
+        opt = generated.LAMB([p], plan="fp32", backend="triton", capturable=True)
+        monkeypatch.setattr(control, "capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="ranks agree on who has gradients"):
+            opt.step()
+        assert not opt.state
+    finally:
+        torch.distributed.destroy_process_group()

@@ -4,8 +4,10 @@ that must be copied before they are worked on; what moves, waits and steps is wh
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,15 @@ def test_together_with_gradient_release() -> None:
     assert all(p.grad is None for p in b.parameters())
 
 
+def test_released_parameters_share_one_thread() -> None:
+    _, _, model, opt = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    before = {t.ident for t in threading.enumerate()}
+    handle = moved(opt).release_gradients(model)
+    train(opt, model, 2)
+    assert len(handle._ones) > 2
+    assert len([t for t in threading.enumerate() if t.ident not in before and "optgen-offload" in t.name]) == 1
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_checkpoints_are_the_same_with_and_without() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
@@ -217,3 +228,21 @@ def test_on_a_gpu_the_bits_are_those_of_the_host(name: str, monkeypatch: pytest.
     b.cpu()
     assert all(same_bits(p.detach(), q.detach()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert all(v.device.type == "cpu" for kept in opt_b.state.values() for v in kept.values() if isinstance(v, Tensor))
+
+
+def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Replicate()]))
+        opt = moved(optim.AdamW([("up", p)], plan="fp32"))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(NotImplementedError, match=r"parameter 'up' \(float32 \[2, 64\]\) is a DTensor on cpu"):
+            opt.step()
+        assert not opt.state
+        opt.param_groups[0]["offload"] = False
+        opt.step()
+    finally:
+        torch.distributed.destroy_process_group()

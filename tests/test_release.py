@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import optgen.optim as optim
 from optgen.accumulate import accumulator
-from optgen.runtime import Optimizer, plans
+from optgen.runtime import Optimizer, plans, sharding
 from optgen.verify import bounds
 from tests.harness import plan_of, same_bits
 
@@ -581,3 +581,43 @@ def test_wrappers_that_reduce_later_are_refused(tmp_path: Any) -> None:
         assert not opt.state
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_norm_over_parameters_of_which_some_are_dtensors(tmp_path: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        found = []
+        for sharded in (False, True):
+            draw = torch.Generator().manual_seed(3)
+            values = [torch.randn(5, 8, generator=draw) for _ in range(2)]
+            first = DTensor.from_local(values[0], mesh, [Replicate()]) if sharded else values[0]
+            params = [nn.Parameter(first), nn.Parameter(values[1])]
+            opt = optim.SGD(params, lr=0.1, plan="fp32")
+            handle = opt.release_gradients(clip=0.1, clip_by="previous_norm")
+            for _ in range(3):
+                for p in params:
+                    p.square().sum().backward()
+                opt.step()
+            norm = handle.state_dict()["previous_norm"]
+            assert type(norm) is Tensor  # what a file may hold
+            found.append([norm, *(sharding.local(p.detach()) for p in params)])
+        assert all(map(torch.equal, *found))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_parameter_that_changes_its_dtype_is_refused(name: str) -> None:
+    p = nn.Parameter(torch.ones(8, 64))
+    opt = getattr(optim, name)([p], plan="fp32", backend="reference")
+    opt.release_gradients()
+    p.sum().backward()
+    p.data = p.data.bfloat16()
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"parameter 0 \(bfloat16 \[8, 64\]\) was float32"):
+        p.sum().backward()
+    assert torch.equal(p, before)
+    assert opt.state[p]["step"] == 1

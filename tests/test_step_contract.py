@@ -136,3 +136,14 @@ def test_weights_of_zero_without_gradient_stay_zero(plan: str) -> None:
         p.grad = torch.zeros_like(p)
         opt.step()
     assert torch.count_nonzero(p) == 0
+
+
+def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
+    params = [nn.Parameter(torch.ones(4, 64)), nn.Parameter(torch.ones(1).expand(64), requires_grad=False)]
+    opt = AdamW(params)
+    params[1].requires_grad_()
+    for p in params:
+        p.grad = torch.ones(p.shape)
+    with pytest.raises(RuntimeError, match=r"parameter 1 \(float32 \[64\]\) is an expanded view"):
+        opt.step()
+    assert all(bool((p == 1).all()) for p in params)

@@ -418,6 +418,11 @@ def kernels_over_parts(here: Here) -> None:
         runs = Runs(here, generated.AdamW, pieces, plan=plan)
         runs.step()
         runs.same()
+    runs = Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(3, 8)], torch.float32), capturable=True)
+    for step in (1, 2):  # counted on the device, where the kernels are Triton's
+        runs.step()
+        runs.same()
+        assert all(int(entry["step"]) == step for entry in runs.many.state.values())
     pieces = rows(here, mesh, [(9, 70)], torch.bfloat16)
     pieces.append(Piece(here.values(6, 128, dtype=torch.bfloat16), mesh, [Shard(1)]))
     enclosed(here, "came", "int8_split24", pieces)

@@ -79,6 +79,8 @@ class Bucket:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""
         for i, p in enumerate(self.params):
             if not p.is_contiguous():
+                if state.overlaps(p):  # it was frozen, or something else, when the optimizer was made
+                    raise RuntimeError(f"{state.label(p, self.names[i])} is an expanded view: its elements overlap")
                 self.params[i] = p.contiguous()
                 self.written.append((p, self.params[i]))
             g = self.grads[i]
@@ -104,22 +106,20 @@ class Bucket:
 
     def finish_counted(self, step: Step) -> None:
         """`finish` of a step that is counted on the device."""
-        for user, copy in self.written:
-            user.copy_(copy)
-        for s in self.states:
-            s["step"] = self.step
-            for name, value in zip(self.variant.host_names, self.host, strict=True):
-                s[name] = value
+        self._keep(self.step, self.host)
         step.finish()
 
     def finish(self, host: Sequence[float]) -> None:
         """Copy back what was copied, count the step, keep the host states."""
+        assert not isinstance(self.step, Tensor)
+        self._keep(self.step + 1, host)
+
+    def _keep(self, step: int | Tensor, host: Sequence[float | Tensor]) -> None:
         for user, copy in self.written:
             user.copy_(copy)
-        done = self.step + 1
         owned = [shard.owner for shard in self.shards if shard is not None]
         for s in (*self.states, *owned):
-            s["step"] = done
+            s["step"] = step
             for name, value in zip(self.variant.host_names, host, strict=True):
                 s[name] = value
         sharded = [shard.p for shard in self.shards if shard is not None]

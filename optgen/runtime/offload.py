@@ -10,6 +10,7 @@ A step on the host has the bits of the C++ backend.  Parameters on the CPU are u
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from optgen.runtime import alone, checkpoint, control, state
+from optgen.runtime import alone, checkpoint, control, sharding, state
 from optgen.runtime.arena import LINE
 
 if TYPE_CHECKING:
@@ -172,23 +173,54 @@ class Chunk:
                 optimizer.state[m.p] = made
 
 
+class Crew:
+    """Streams by device, and the thread that works on the host; made when first needed."""
+
+    def __init__(self, make: Callable[[torch.device], Mover]) -> None:
+        self._make = make
+        self._movers: dict[torch.device, Mover] = {}
+        self._worker: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # backward runs a thread per device
+
+    def mover(self, device: torch.device) -> Mover:
+        with self._lock:
+            if device not in self._movers:
+                self._movers[device] = self._make(device)
+            return self._movers[device]
+
+    def worker(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "optgen-offload")
+            return self._worker
+
+
 class Offload:
     """The steps of an optimizer that has groups with offload=True."""
 
-    def __init__(self, make: Callable[[torch.device], Mover] = mover, resident: Sequence[str] = ("cpu",)) -> None:
+    def __init__(
+        self,
+        make: Callable[[torch.device], Mover] = mover,
+        resident: Sequence[str] = ("cpu",),
+        crew: Crew | None = None,
+    ) -> None:
         """resident   types of devices whose parameters stay where they are"""
-        self._make, self._resident = make, resident
+        self._resident = resident
+        self._crew = Crew(make) if crew is None else crew
         self.active = False
         self._known: list[tuple[object, ...]] = []
         self._chunks: list[Chunk] = []
         self._grads: list[list[Tensor]] = []
         self._rooms: list[Tensor] = []
-        self._movers: dict[torch.device, Mover] = {}
-        self._worker: ThreadPoolExecutor | None = None
 
     def alike(self) -> Offload:
-        """Another one that moves in the same way."""
-        return Offload(self._make, self._resident)
+        """Another one, with rooms of its own, that moves in the same way by the same streams and thread."""
+        return Offload(resident=self._resident, crew=self._crew)
+
+    def forget_tables(self) -> None:
+        """The room that kernels need between stages, of every chunk."""
+        for chunk in self._chunks:
+            chunk.stepper._forget_tables()
 
     def leaves(self, group: dict[str, Any], p: Tensor) -> bool:
         """Whether the host updates this parameter."""
@@ -217,7 +249,9 @@ class Offload:
                     pairs = [(twin, m.p) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
                     pairs += [(g, m.p.grad) for g, m in zip(grads, chunk.members, strict=True) if m.p.grad is not None]
                     token = move.fetch(pairs)
-                    back.append((chunk, self._work().submit(self._run, optimizer, chunk, grads, move, token, threads)))
+                    back.append(
+                        (chunk, self._crew.worker().submit(self._run, optimizer, chunk, grads, move, token, threads))
+                    )
             finally:
                 wait([future for _, future in back])
             for chunk, future in back:
@@ -258,15 +292,7 @@ class Offload:
             )
 
     def _mover(self, chunk: Chunk) -> Mover:
-        device = chunk.members[0].p.device
-        if device not in self._movers:
-            self._movers[device] = self._make(device)
-        return self._movers[device]
-
-    def _work(self) -> ThreadPoolExecutor:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "optgen-offload")
-        return self._worker
+        return self._crew.mover(chunk.members[0].p.device)
 
     def _divide(self, optimizer: Optimizer) -> None:
         """Chunks of the parameters that have gradients; those of the step before, where nothing is new."""
@@ -282,6 +308,12 @@ class Offload:
                     members.append(Member(p, number, name))
                     optimizer._check_pair(p, g, name)
                     leaves = self.leaves(group, p)
+                    if leaves and sharding.is_sharded(p):
+                        raise NotImplementedError(
+                            f"{type(optimizer).__name__}: offload=True does not move parts of tensors: "
+                            f"{state.label(p, name)} is a DTensor on {p.device}.  Let fully_shard keep it on the host "
+                            f"(offload_policy=CPUOffloadPolicy()), or leave offload=True out"
+                        )
                     known.append((id(p), number, name, p.dtype, g.dtype, p.device, p.shape, leaves))
             position += len(group["params"])
         if known == self._known:
@@ -299,7 +331,7 @@ class Offload:
         rooms: list[Tensor] = []
         for k in range(min(2, len(divided))):
             size = max(_place(chunk)[1] for chunk in divided[k::2])
-            rooms.append(self._make(leaving[0].p.device).room(size))
+            rooms.append(self._crew.mover(leaving[0].p.device).room(size))
         self._rooms, self._chunks, self._grads = rooms, [], []
         if staying:
             self._chunks.append(Chunk(optimizer, staying, None, sums))

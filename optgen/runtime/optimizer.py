@@ -164,13 +164,17 @@ class Optimizer(torch.optim.Optimizer):
     def _reset_caches(self) -> None:
         """What is derived from parameters and groups, and neither copied nor pickled."""
         self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
-        self._launcher = launch.Launcher()
-        self._replay = replay.Keeper()
+        self._forget_tables()
         self._counters = control.Counters()
         self._trained: dict[Tensor, Tensor] | None = None
         self._release: release.Release | None = None
         self._offload = offload.Offload()
         self._room: Arena | None = None
+
+    def _forget_tables(self) -> None:
+        """What kernels read beside the tensors, and the room in which they leave values for one another."""
+        self._launcher = launch.Launcher()
+        self._replay = replay.Keeper()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -244,7 +248,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
-        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+        if state.overlaps(p):
             raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
 
     def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], params: Any) -> None:
@@ -518,6 +522,11 @@ class Optimizer(torch.optim.Optimizer):
                 choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False)
                 if self._sends(choice.variant(entry.p), entry.p):
                     wanted.append(entry.p)
+        if wanted and control.capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
+                f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
+            )
         found = sharding.agreed(wanted) if wanted else []
         return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
 

@@ -16,12 +16,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import alone, options, plans, state
+from optgen.runtime import alone, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 
@@ -70,7 +70,8 @@ class One:
         if kept is not stepper.state[p]:
             optimizer.state[p] = stepper.state[p]
         if self.variant is not None and any(t.space == "elem" for t in self.variant.temps):
-            stepper._reset_caches()  # the room for the temps is as large as the parameter
+            stepper._forget_tables()  # the room for the temps is as large as the parameter
+            stepper._offload.forget_tables()
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
@@ -279,13 +280,15 @@ class Release:
             p.grad.clamp_(-clip, clip)
             return
         own = torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32))
+        if sharding.is_sharded(own):  # norms of plain tensors and of other meshes may stand beside it
+            own = cast(Any, own).full_tensor()
         factor = torch.clamp(clip / (own + TINY), max=1.0)
         if self._clip_by == "previous_norm":
             self._norms[id(p)] = own
             if self._previous is not None:
                 before = self._previous.to(own.device)
                 factor = torch.where(before.isfinite(), torch.clamp(clip / (before + TINY), max=1.0), factor)
-        p.grad.mul_(factor)
+        sharding.local(p.grad).mul_(factor)
 
     # -- between backwards ----------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ def home(p: Tensor) -> torch.device:
     return found
 
 
+def overlaps(p: Tensor) -> bool:
+    """Whether p is an expanded view, several of whose elements are one."""
+    return any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True))
+
+
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)} {list(shape)}"
 
