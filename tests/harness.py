@@ -26,7 +26,7 @@ from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
 from optgen.runtime import native
-from optgen.runtime.eager import rows_and_columns
+from optgen.runtime.eager import Blocks, rows_and_columns
 
 
 def spec_of(name: str) -> Spec:
@@ -194,6 +194,15 @@ def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
     if not isinstance(library, ctypes.CDLL):
         raise library
     return library
+
+
+def by_element(tensor: torch.Tensor, buffer: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """A buffer's entries, flat: of packed codes, those of a tensor of that shape, one by one."""
+    if not buffer.dtype.packed:
+        return tensor.reshape(-1)
+    rows, columns = rows_and_columns(torch.Size(shape))
+    codes = Blocks(torch.empty(shape), 64).codes(tensor, buffer.dtype.bits)
+    return codes.reshape(rows, -1)[:, :columns].reshape(-1)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

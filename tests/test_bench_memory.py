@@ -20,7 +20,8 @@ def test_released_gradients_are_not_in_the_peak(tmp_path: Path, monkeypatch: pyt
     ordinary, released = json.loads((tmp_path / "memory-here.json").read_text())["rows"]
     assert [round(row["counted"], 4) for row in (ordinary, released)] == [7.0625, 5.0625]
     numel = layers * width * width
-    page = 4096 * 8 * layers / numel  # each of a layer's tensors may leave a page unused at both ends
+    # Each of a layer's tensors may leave a page unused at both ends, and the process moves by itself.
+    page = (4096 * 8 * layers + 2**20) / numel
     # All but two layers' gradients are gone (one is being made while one is used), 2 bytes each.
     assert ordinary["per_parameter"] - released["per_parameter"] >= 2 * (1 - 2 / layers) - page
     assert released["per_parameter"] >= 5.0625 - page

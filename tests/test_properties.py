@@ -22,6 +22,9 @@ from optgen.formats.floats import Float
 from optgen.formats.format import Format
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Native, Split
+from optgen.formats.plan import field_name
+from optgen.runtime import layout
+from optgen.runtime.eager import Blocks
 from optgen.runtime.keys import step_key
 from optgen.verify import bounds
 from optgen.verify.differential import MANTISSA, SMALLEST_NORMAL
@@ -313,7 +316,9 @@ def test_a_tail_leaves_the_blocks_before_it_alone(plan: str, size: int) -> None:
     for b in built.compiled.strict.program.buffers:
         if b.role != "grad":
             count = whole // (b.space.size or 1)
-            left, right = (run.buffers[b.name].view(-1)[:count] for run in (long, short))
+            left, right = (
+                harness.by_element(run.buffers[b.name], b, run.buffers["p"].shape)[:count] for run in (long, short)
+            )
             assert harness.same_bits(left, right), b.name
 
 
@@ -411,7 +416,7 @@ def test_what_is_not_finite_stays_in_its_block(cell: Cell, bad: float) -> None:
     for b in built.compiled.strict.program.buffers:
         if b.role != "grad":
             keep = outside[:: b.space.size or 1]
-            left, right = (run.buffers[b.name].view(-1)[keep] for run in (clean, dirty))
+            left, right = (harness.by_element(run.buffers[b.name], b, weight.shape)[keep] for run in (clean, dirty))
             assert harness.same_bits(left, right), b.name
 
 
@@ -491,7 +496,7 @@ def test_through_kernels_what_is_not_finite_stays_in_its_block(cell: Cell, maths
     for b in built.compiled.strict.program.buffers:
         if b.role != "grad":
             keep = ~inside[:: b.space.size or 1]
-            left, right = (run.buffers[b.name].view(-1)[keep] for run in (clean, dirty))
+            left, right = (harness.by_element(run.buffers[b.name], b, weight.shape)[keep] for run in (clean, dirty))
             assert harness.same_bits(left, right), b.name
 
 
@@ -596,11 +601,25 @@ def test_rules_of_signs_move_a_weight_by_lr_at_most(spec: str, plan: str) -> Non
 # -- 9. fast maths beside strict
 
 
+def codes_of(name: str, fmt: Format, buffers: dict[str, Tensor]) -> Tensor:
+    """The codes of a state, element by element, i32."""
+    shape, parts = buffers["p"].shape, {}
+    for suffix, f in fmt.fields().items():
+        if f.per == 1:
+            stored = buffers[field_name(name, suffix)]
+            rows, columns = layout.grid(shape)
+            if f.dtype.packed:
+                stored = Blocks(buffers["p"], 64).codes(stored, f.dtype.bits).reshape(rows, -1)[:, :columns]
+            parts[suffix] = stored.reshape(rows, columns)
+    return torch.as_tensor(fmt.code(parts)).int()
+
+
 def code_distance(name: str, fmt: Format, a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
     """The largest difference of codes in blocks whose scales agree."""
     suffix = "range" if isinstance(fmt, LogMinMax) else "scale"
     same = a[f"{name}_{suffix}"] == b[f"{name}_{suffix}"]
-    difference = (a[name].int() - b[name].int()).abs().view(a[name].shape[0], -1)
+    rows = a[f"{name}_{suffix}"].shape[0]
+    difference = (codes_of(name, fmt, a) - codes_of(name, fmt, b)).abs().view(rows, -1)
     same = same.repeat_interleave(fmt.block, 1)[:, : difference.shape[1]]
     return int(difference[same].max()) if same.any() else 0
 

@@ -136,7 +136,7 @@ def options(case: Case, **wanted: float) -> dict[str, Any]:
 
 _POINTER = re.compile(
     r"(?P<name>\w+)_ptr = pointer\(row \+ \d+, (?P<type>tl\.\w+|GRAD), ALIGNED\)\s+"
-    r"# (?P<dtype>\w+) \[(?:n|blocks of (?P<block>\d+))\]"
+    r"# (?:(?P<dtype>\w+)|(?P<bits>\d)-bit codes) \[(?:n|blocks of (?P<block>\d+))\]"
 )
 
 
@@ -162,9 +162,12 @@ def traffic(module: ModuleType, function: str, grad: torch.dtype) -> Traffic:
         raise ValueError(f"{kernels.__name__}: cannot read what the pointers of {function} point to")
     read = written = 0.0
     for pointer in pointers:
-        dtype = grad if pointer["type"] == "GRAD" else _torch_dtype(pointer["dtype"])
-        size = dtype.itemsize / int(pointer["block"] or 1)
-        read += size * (f" get({pointer['name']}_ptr," in tile)
+        if pointer["bits"]:
+            size = int(pointer["bits"]) / 8
+        else:
+            dtype = grad if pointer["type"] == "GRAD" else _torch_dtype(pointer["dtype"])
+            size = dtype.itemsize / int(pointer["block"] or 1)
+        read += size * (re.search(rf"\bget\({pointer['name']}_ptr,", tile) is not None)
         written += size * (f" put({pointer['name']}_ptr," in tile)
     return Traffic(read, written)
 
@@ -183,7 +186,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 def footprint(module: ModuleType, variant: Variant) -> float:
     """Bytes per element that a variant keeps: the weight and its states, not the gradient."""
-    return PARAMS[variant.param].itemsize + sum(f.torch_dtype.itemsize / f.per for f in variant.fields)
+    return PARAMS[variant.param].itemsize + sum(f.torch_dtype.itemsize * f.width / f.per for f in variant.fields)
 
 
 def large_variant(module: ModuleType, param: str, flags: Mapping[str, bool]) -> Variant:
