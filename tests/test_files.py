@@ -423,3 +423,29 @@ def test_low_bits_in_the_file_are_not_shared(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "run.pt", again, other)
     assert torch.equal(low_bits.exact(other.embed.weight), low_bits.exact(model.embed.weight))
     assert copy.deepcopy(other).embed.weight.__dict__.keys() == model.embed.weight.__dict__.keys()
+
+
+def test_low_bits_go_to_the_parameter_of_their_name(tmp_path: Path) -> None:
+    model, opt = ready(steps=0)
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    other = cast_model(Net(1), torch.bfloat16, low_bits=False)
+    turned = AdamW(list(other.named_parameters())[::-1], plan={"bfloat16": "int8_split24", "float32": "fp32"})
+    load_checkpoint(tmp_path / "run.pt", turned, other)
+    want = opt.master_state_dict(model)
+    assert not torch.equal(want["head.bias"], model.head.bias)
+    for held in (other, copy.deepcopy(other)):
+        for name, p in held.named_parameters():
+            if p.dtype == torch.bfloat16:
+                assert torch.equal(low_bits.exact(p), want[name]), name
+
+
+@pytest.mark.parametrize("plan", ["int8_split24", "int6_split24", "int5_split24", "int4_split24"])
+def test_the_values_in_a_file_are_those_of_the_states(tmp_path: Path, plan: str) -> None:
+    model, opt = ready(plan=plan)
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    dense = opt.dense_state_dict()["state"]
+    found = files.read(tmp_path / "run.pt")["about"]["readings"]
+    assert {name for _, name, _ in found} == {"exp_avg", "exp_avg_sq"}
+    for at, name, values in found:
+        assert torch.equal(torch.tensor(values), dense[at][name][0, : len(values)])
+        assert len(values) >= files.READ

@@ -85,6 +85,7 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
         _compare(model, content["model"], misfits)
     misfits.stop()
     before = optimizer.state, optimizer.param_groups
+    order = checkpoint.positions(optimizer.param_groups, content["optimizer"]["param_groups"], misfits)
     optimizer.load_state_dict(content["optimizer"])
     if model is not None:
         try:
@@ -92,9 +93,11 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
         except BaseException:
             optimizer.state, optimizer.param_groups = before
             raise
-        for p, kept in zip(_parameters(optimizer), content["waiting"], strict=True):
+        for p in _parameters(optimizer):
+            kept = content["waiting"][order[id(p)]]
             if kept is not None and p not in optimizer.state:
                 setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
+        low_bits.carry(model, model.parameters())
     return _in_memory(content["extra"])
 
 
