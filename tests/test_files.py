@@ -416,6 +416,35 @@ def test_killed_two_hundred_times_while_saving(tmp_path: Path, name: str) -> Non
     assert interrupted >= 100
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    """Also where places of tensors read alike."""
+    model, opt = ready()
+    extra = {
+        "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a.b": torch.tensor(4),
+        "a.b#2": torch.tensor(5), (1, "x"): (1, 2), None: True, 2.5: [float("inf")],
+    }  # fmt: skip
+    save_checkpoint(tmp_path / name, opt, model, extra)
+    assert load_checkpoint(tmp_path / name, opt, model) == extra
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("key", [Path("x"), np.int64(1), (1, (2, 3)), torch.float32, b"x"], ids=repr)
+def test_keys_that_would_need_code_to_load_are_not_saved(tmp_path: Path, name: str, key: object) -> None:
+    model, opt = ready()
+    with pytest.raises(TypeError, match=r"extra: expected keys .* got"):
+        save_checkpoint(tmp_path / name, opt, model, {key: 1})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
+def test_what_safetensors_cannot_hold_is_refused_with_its_place(tmp_path: Path, value: torch.Tensor) -> None:
+    model, opt = ready()
+    with pytest.raises(TypeError, match=r"extra\.x: .* got a (torch\.sparse_coo|meta) one"):
+        save_checkpoint(tmp_path / "run.safetensors", opt, model, {"x": value})
+    assert not list(tmp_path.iterdir())
+
+
 def test_low_bits_in_the_file_are_not_shared(tmp_path: Path) -> None:
     model, opt = ready(steps=0)
     save_checkpoint(tmp_path / "run.pt", opt, model)
