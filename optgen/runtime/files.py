@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import checkpoint, layout, low_bits, plans
+from optgen.runtime import checkpoint, layout, low_bits, plans, sharding
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.records import dtype_of
@@ -56,6 +56,9 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
 
     TypeError for what could not be read back without running code; OSError where the file cannot be written.
     """
+    for p in _parameters(optimizer):
+        if sharding.is_sharded(p):  # before a value is looked at: ranks would wait for those that are not here
+            raise _sharded("optimizer", p)
     content = {
         "optgen_checkpoint": VERSION,
         "about": about(optimizer, model),
@@ -238,14 +241,18 @@ def read(path: Path_) -> dict[str, Any]:
     return content
 
 
+def _sharded(where: str, value: Tensor) -> TypeError:
+    return TypeError(
+        f"{where}: expected a plain tensor, got {type(value).__name__} "
+        f"(sharded tensors are for torch.distributed.checkpoint)"
+    )
+
+
 def _plain(value: Any, where: str) -> Any:
     """The value with parameters as tensors and mappings as dicts; TypeError for what weights_only would refuse."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise TypeError(
-                f"{where or 'the checkpoint'}: expected a plain tensor, got {type(value).__name__} "
-                f"(sharded tensors are for torch.distributed.checkpoint)"
-            )
+            raise _sharded(where or "the checkpoint", value)
         return value.detach()
     if isinstance(value, Mapping):
         return {_key(k, where): _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
