@@ -285,10 +285,11 @@ def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monk
     assert everything(model, opt) == before
 
 
-def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path, steps: int) -> None:
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)
-    other, again = ready(seed=1)
+    other, again = ready(seed=1, steps=steps)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no")

@@ -89,6 +89,7 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
         _compare(model, content["model"], misfits)
     misfits.stop()
     before = optimizer.state, optimizer.param_groups
+    waiting = _waiting(optimizer)
     order = checkpoint.positions(optimizer.param_groups, content["optimizer"]["param_groups"], misfits)
     optimizer.load_state_dict(content["optimizer"])
     if model is not None:
@@ -96,6 +97,9 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
             model.load_state_dict(content["model"])
         except BaseException:
             optimizer.state, optimizer.param_groups = before
+            for p, bits in zip(_parameters(optimizer), waiting, strict=True):
+                if bits is not None:
+                    setattr(p, low_bits.ATTRIBUTE, bits)
             raise
         for p in _parameters(optimizer):
             kept = content["waiting"][order[id(p)]]
