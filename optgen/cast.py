@@ -47,6 +47,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
             done.add(id(tensor))
             _cast(tensor, dtype, low_bits)
     bits.carry(model, model.parameters())
+    for name, module in modules.items():
+        if not _below(name, kept_modules):
+            _no_boundary(module)
     for name in sorted(kept_modules):
         if not _below(name.rpartition(".")[0], kept_modules):
             _at_boundary(modules[name], dtype)
@@ -131,6 +134,15 @@ def _convert(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, dict):
         return type(value)((k, _convert(v, dtype)) for k, v in value.items())
     return value
+
+
+def _no_boundary(module: nn.Module) -> None:
+    """Take away what an earlier call put around a module that is cast like the rest now."""
+    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Out)]:
+        del module._forward_hooks[key]
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _In)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _at_boundary(module: nn.Module, dtype: torch.dtype) -> None:

@@ -85,6 +85,19 @@ def test_kept_modules_fit_in_between() -> None:
     assert torch.equal(torch.load(file, weights_only=False)(x), copy.deepcopy(model)(x))
 
 
+@pytest.mark.parametrize("name", ["body", "body.2", "head"])
+def test_cast_back_a_kept_module_is_one_like_the_others(name: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    x = torch.arange(6)
+    want = copy.deepcopy(model)(x)
+    cast_model(model, torch.bfloat16, [name, "freq"])  # buffers keep no low bits
+    cast_model(model, torch.float32)
+    assert torch.equal(model(x), want)
+    module = model.get_submodule(name)
+    assert not (module._forward_hooks or module._forward_pre_hooks or module._forward_pre_hooks_with_kwargs)
+
+
 def test_gradients_follow() -> None:
     model = nn.Linear(3, 2)
     model(torch.ones(3)).sum().backward()

@@ -107,6 +107,23 @@ def test_to_another_dtype_and_back_costs_no_bit(tmp_path: Path) -> None:
     assert bits(other.state_dict()) == bits(model.state_dict())
 
 
+@pytest.mark.parametrize("to", ["fp32_master", "torch"])
+def test_low_bits_that_no_step_has_taken(tmp_path: Path, to: str) -> None:
+    full = Net().state_dict()
+    model = cast_model(Net(), torch.bfloat16)
+    a, b = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    save_checkpoint(a, AdamW(model.named_parameters(), plan="int8_split24"), model)
+    convert(a, b, to=to)
+    if to == "torch":
+        found = torch.load(b, weights_only=True)["model"]
+    else:
+        other = Net(1).bfloat16()
+        again = AdamW(other.named_parameters(), plan=to)
+        load_checkpoint(b, again, other)
+        found = again.master_state_dict(other)
+    assert all(torch.equal(found[name], full[name]) for name in SHAPES)
+
+
 def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
     """Each group's options go over, its own plan is replaced; weights come from another file, under their names."""
     model = cast_model(Net(), torch.bfloat16)

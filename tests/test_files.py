@@ -285,10 +285,11 @@ def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monk
     assert everything(model, opt) == before
 
 
-def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path, steps: int) -> None:
     model, opt = ready()
     save_checkpoint(tmp_path / "run.pt", opt, model)
-    other, again = ready(seed=1)
+    other, again = ready(seed=1, steps=steps)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no")
@@ -416,6 +417,35 @@ def test_killed_two_hundred_times_while_saving(tmp_path: Path, name: str) -> Non
     assert interrupted >= 100
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    """Also where places of tensors read alike."""
+    model, opt = ready()
+    extra = {
+        "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a.b": torch.tensor(4),
+        "a.b#2": torch.tensor(5), (1, "x"): (1, 2), None: True, 2.5: [float("inf")],
+    }  # fmt: skip
+    save_checkpoint(tmp_path / name, opt, model, extra)
+    assert load_checkpoint(tmp_path / name, opt, model) == extra
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("key", [Path("x"), np.int64(1), (1, (2, 3)), torch.float32, b"x"], ids=repr)
+def test_keys_that_would_need_code_to_load_are_not_saved(tmp_path: Path, name: str, key: object) -> None:
+    model, opt = ready()
+    with pytest.raises(TypeError, match=r"extra: expected keys .* got"):
+        save_checkpoint(tmp_path / name, opt, model, {key: 1})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
+def test_what_safetensors_cannot_hold_is_refused_with_its_place(tmp_path: Path, value: torch.Tensor) -> None:
+    model, opt = ready()
+    with pytest.raises(TypeError, match=r"extra\.x: .* got a (torch\.sparse_coo|meta) one"):
+        save_checkpoint(tmp_path / "run.safetensors", opt, model, {"x": value})
+    assert not list(tmp_path.iterdir())
+
+
 def test_low_bits_in_the_file_are_not_shared(tmp_path: Path) -> None:
     model, opt = ready(steps=0)
     save_checkpoint(tmp_path / "run.pt", opt, model)
@@ -423,3 +453,29 @@ def test_low_bits_in_the_file_are_not_shared(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "run.pt", again, other)
     assert torch.equal(low_bits.exact(other.embed.weight), low_bits.exact(model.embed.weight))
     assert copy.deepcopy(other).embed.weight.__dict__.keys() == model.embed.weight.__dict__.keys()
+
+
+def test_low_bits_go_to_the_parameter_of_their_name(tmp_path: Path) -> None:
+    model, opt = ready(steps=0)
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    other = cast_model(Net(1), torch.bfloat16, low_bits=False)
+    turned = AdamW(list(other.named_parameters())[::-1], plan={"bfloat16": "int8_split24", "float32": "fp32"})
+    load_checkpoint(tmp_path / "run.pt", turned, other)
+    want = opt.master_state_dict(model)
+    assert not torch.equal(want["head.bias"], model.head.bias)
+    for held in (other, copy.deepcopy(other)):
+        for name, p in held.named_parameters():
+            if p.dtype == torch.bfloat16:
+                assert torch.equal(low_bits.exact(p), want[name]), name
+
+
+@pytest.mark.parametrize("plan", ["int8_split24", "int6_split24", "int5_split24", "int4_split24"])
+def test_the_values_in_a_file_are_those_of_the_states(tmp_path: Path, plan: str) -> None:
+    model, opt = ready(plan=plan)
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    dense = opt.dense_state_dict()["state"]
+    found = files.read(tmp_path / "run.pt")["about"]["readings"]
+    assert {name for _, name, _ in found} == {"exp_avg", "exp_avg_sq"}
+    for at, name, values in found:
+        assert torch.equal(torch.tensor(values), dense[at][name][0, : len(values)])
+        assert len(values) >= files.READ

@@ -398,6 +398,15 @@ def test_weights_that_do_not_fit_change_nothing(case: str, when: str) -> None:
         assert torch.equal(opt.master_state_dict(model)["embed.weight"], saved["embed.weight"])
 
 
+def test_loaded_weights_that_wait_are_copied_with_the_model() -> None:
+    full = {k: v.clone() for k, v in torch.nn.Linear(70, 64).state_dict().items()}
+    model = torch.nn.Linear(70, 64).bfloat16()
+    AdamW(model.named_parameters(), plan="int8_split24").load_master_state_dict(model, full)
+    copied = copy.deepcopy(model)
+    found = AdamW(copied.named_parameters(), plan="int8_split24").master_state_dict(copied)
+    assert all(torch.equal(found[name], full[name]) for name in full)
+
+
 def test_another_model_is_refused() -> None:
     model, opt = ready("running")
     other = copy.deepcopy(model)

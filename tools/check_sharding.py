@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 import generated  # noqa: E402
 from optgen.driver import targets  # noqa: E402
 from optgen.ops import dtypes  # noqa: E402
-from optgen.runtime import checkpoint, sharding  # noqa: E402
+from optgen.runtime import checkpoint, files, sharding  # noqa: E402
 from optgen.verify.differential import Values, compare, enclose, oracle  # noqa: E402
 from optgen.verify.intervals import FAST  # noqa: E402
 from tests.harness import plan_of, spec_of  # noqa: E402
@@ -663,6 +663,17 @@ def loads_whole_and_dense(here: Here) -> None:
         bad = runs.one.state_dict()
         bad["state"][0] = {**bad["state"][0], "exp_avg": torch.zeros(96, 130, dtype=torch.uint8)}
         other.load_state_dict(bad)
+    if here.rank == 0:  # alone: no rank is asked for anything
+        with refused(TypeError, "torch.distributed.checkpoint"):
+            files.save_checkpoint("never.pt", other)
+    # Saved by rows, loaded by columns: the states are laid anew.
+    value = here.values(64, 256, dtype=torch.bfloat16)
+    by_rows, by_columns = (Runs(here, generated.AdamW, [Piece(value, mesh, [Shard(d)])]) for d in (0, 1))
+    by_rows.step()
+    by_columns.many.load_state_dict(by_rows.many.state_dict())
+    for key, kept in by_rows.one.state[by_rows.alone[0]].items():
+        if isinstance(kept, Tensor):
+            alike(kept, by_columns.many.state[by_columns.parts[0]][key], key)
 
 
 @case(2)

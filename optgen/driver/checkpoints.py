@@ -268,7 +268,10 @@ def _read(file: Path, spec: str | None, weights: str | None) -> tuple[Source, st
         model = _load_weights(_there(weights))
     parameters = _parameters(groups, entries, about, model, file)
     found = Source("optgen" if _is_ours(saved) else TORCH, groups, parameters, {}, model, content.get("extra"))
-    (_decode_own if _is_ours(saved) else _decode_foreign)(found, rule, saved, entries, file)
+    if _is_ours(saved):
+        _decode_own(found, rule, saved, content.get("waiting") or [], file)
+    else:
+        _decode_foreign(found, rule, saved, entries, file)
     return found, rule
 
 
@@ -368,9 +371,14 @@ def _tensor(p: Parameter) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=True)
 
 
-def _decode_own(found: Source, rule: str, saved: Mapping[str, Any], entries: Any, file: Path) -> None:
+def _decode_own(
+    found: Source, rule: str, saved: Mapping[str, Any], waiting: Sequence[dict[str, Any] | None], file: Path
+) -> None:
     cls = _class(rule)
     params = [_tensor(p) for p in found.parameters]
+    for weight, kept in zip(params, waiting, strict=bool(waiting)):
+        if kept is not None:  # of a weight that has made no step yet
+            setattr(weight, low_bits.ATTRIBUTE, kept)
     try:
         opt = cls(_grouped(found, params), plan=saved["param_groups"][0]["plan"])
         opt.load_state_dict(saved)

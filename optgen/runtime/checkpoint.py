@@ -183,6 +183,13 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
     return order
 
 
+def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
+    """id(parameter) -> its position in the checkpoint, counted over all of its groups."""
+    numbers = [number for group in saved for number in group["params"]]
+    place = {number: position for position, number in enumerate(numbers)}
+    return {key: place[number] for key, number in _match(groups, saved, misfits).items()}
+
+
 def _merge(
     cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], misfits: Misfits
 ) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import checkpoint, layout, low_bits, plans
+from optgen.runtime import checkpoint, layout, low_bits, plans, sharding
 from optgen.runtime.misfits import Misfits
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.records import dtype_of
@@ -55,6 +56,9 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
 
     TypeError for what could not be read back without running code; OSError where the file cannot be written.
     """
+    for p in _parameters(optimizer):
+        if sharding.is_sharded(p):  # before a value is looked at: ranks would wait for those that are not here
+            raise _sharded("optimizer", p)
     content = {
         "optgen_checkpoint": VERSION,
         "about": about(optimizer, model),
@@ -85,16 +89,23 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
         _compare(model, content["model"], misfits)
     misfits.stop()
     before = optimizer.state, optimizer.param_groups
+    waiting = _waiting(optimizer)
+    order = checkpoint.positions(optimizer.param_groups, content["optimizer"]["param_groups"], misfits)
     optimizer.load_state_dict(content["optimizer"])
     if model is not None:
         try:
             model.load_state_dict(content["model"])
         except BaseException:
             optimizer.state, optimizer.param_groups = before
+            for p, bits in zip(_parameters(optimizer), waiting, strict=True):
+                if bits is not None:
+                    setattr(p, low_bits.ATTRIBUTE, bits)
             raise
-        for p, kept in zip(_parameters(optimizer), content["waiting"], strict=True):
+        for p in _parameters(optimizer):
+            kept = content["waiting"][order[id(p)]]
             if kept is not None and p not in optimizer.state:
                 setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
+        low_bits.carry(model, model.parameters())
     return _in_memory(content["extra"])
 
 
@@ -234,17 +245,21 @@ def read(path: Path_) -> dict[str, Any]:
     return content
 
 
+def _sharded(where: str, value: Tensor) -> TypeError:
+    return TypeError(
+        f"{where}: expected a plain tensor, got {type(value).__name__} "
+        f"(sharded tensors are for torch.distributed.checkpoint)"
+    )
+
+
 def _plain(value: Any, where: str) -> Any:
     """The value with parameters as tensors and mappings as dicts; TypeError for what weights_only would refuse."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise TypeError(
-                f"{where or 'the checkpoint'}: expected a plain tensor, got {type(value).__name__} "
-                f"(sharded tensors are for torch.distributed.checkpoint)"
-            )
+            raise _sharded(where or "the checkpoint", value)
         return value.detach()
     if isinstance(value, Mapping):
-        return {k: _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
+        return {_key(k, where): _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size):
         made = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return made if type(value) is list else tuple(made)
@@ -253,6 +268,17 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(
         f"{where or 'the checkpoint'}: expected tensors, numbers, strings, None, lists, tuples or dicts, got "
         f"{type(value).__module__}.{type(value).__name__}: loading runs no code, so convert it first"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    """The key of a dict, which has to come back as it is; TypeError where it would not."""
+    parts = key if type(key) is tuple else (key,)
+    if all(part is None or type(part) in (bool, int, float, str) for part in parts):
+        return key
+    raise TypeError(
+        f"{where or 'the checkpoint'}: expected keys of numbers, strings, None or tuples of these, got {key!r:.80} of "
+        f"{type(key).__module__}.{type(key).__name__}: loading runs no code, so convert it first"
     )
 
 
@@ -429,12 +455,20 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 def _listed(value: Any, tensors: dict[str, Tensor], seen: dict[object, str], where: str) -> Any:
     """The content as JSON takes it; tensors go into `tensors` under the names of their places, each once."""
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            kind = "meta" if value.is_meta else str(value.dtype if value.is_quantized else value.layout)
+            raise TypeError(f"{where}: a safetensors file holds dense tensors with values, got a {kind} one")
         same = (value.data_ptr() or id(value), value.dtype, value.shape, value.stride())
-        name = seen.setdefault(same, where)
-        tensors[name] = value.contiguous() if name == where else tensors[name]
-        return {"tensor": name}
+        if same not in seen:
+            name = next(n for n in itertools.chain((where,), map(f"{where}#{{}}".format, itertools.count(2)))
+                        if n not in tensors)  # {"a": {"b": ...}, "a.b": ...}  # fmt: skip
+            seen[same], tensors[name] = name, value.contiguous()
+        return {"tensor": seen[same]}
     if isinstance(value, Mapping):
-        parts = [[k, _listed(v, tensors, seen, f"{where}.{k}" if where else str(k))] for k, v in value.items()]
+        parts = []
+        for k, v in value.items():
+            place = f"{where}.{k}" if where else str(k)
+            parts.append([_listed(k, tensors, seen, place), _listed(v, tensors, seen, place)])
         return {"dict": parts}
     if isinstance(value, (list, tuple)):
         found = [_listed(v, tensors, seen, f"{where}.{i}") for i, v in enumerate(value)]
@@ -449,7 +483,7 @@ def _unlisted(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     makers: dict[str, Callable[[Any], Any]] = {
         "tensor": lambda name: tensors[name],
-        "dict": lambda parts: {k: _unlisted(v, tensors) for k, v in parts},
+        "dict": lambda parts: {_unlisted(k, tensors): _unlisted(v, tensors) for k, v in parts},
         "tuple": lambda parts: tuple(_unlisted(v, tensors) for v in parts),
     }
     ((kind, content),) = value.items()

@@ -209,6 +209,8 @@ def first(
         plans.part(plan, "reference"), f"{variant.codec_name}_decode"
     )
     piece = Piece(0, 1, 0, min(grid(p.shape)[1], -(-least // variant.block) * variant.block), True)
-    stored = [piece.of(state[f.name], p.shape, f.per).contiguous() for f in variant.fields if f.space == "elem"]
+    fields = [f for f in variant.fields if f.space == "elem"]
+    stored = [piece.of(state[f.name], p.shape, f.per, f.width) for f in fields]
+    stored = [field.to(p.device).contiguous() for field in stored]  # they may be in host memory
     made = function(piece.of(p.detach(), p.shape, 1).contiguous(), *stored)
     return {name: made[name] for name in wanted}

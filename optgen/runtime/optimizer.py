@@ -815,6 +815,7 @@ class Optimizer(torch.optim.Optimizer):
                 model.load_state_dict(found.rest, strict=False)
             for one in ready:
                 weights.put(*one)
+            low_bits.carry(model, model.parameters())
 
     def memory(self) -> memory.Memory:
         """Bytes of the trainable weights and of their states, made already or not yet."""

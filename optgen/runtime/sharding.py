@@ -332,8 +332,9 @@ class Parts:
             if kept.device_mesh != of.mesh:
                 raise ValueError(f"{name}: expected a tensor over {of.mesh}, got one over another mesh")
             if tuple(kept.placements) != of.placements:
+                kept = kept.to(torch.int32) if kept.dtype == torch.int16 else kept  # no backend sends 16-bit integers
                 kept = kept.redistribute(placements=of.placements)
-            out[name] = local(kept)
+            out[name] = local(kept).to(value.dtype)
         return out
 
 

@@ -58,7 +58,7 @@ def unpacked(words, BITS: tl.constexpr):
 @triton.jit
 def packed(codes, live, MASKED: tl.constexpr, BITS: tl.constexpr):
     """Codes (..., 8 n) as words of eight, (..., n); 0 in lanes that are not live."""
-    codes = codes.to(tl.int32)
+    codes = codes.to(tl.int32) & (2**BITS - 1)  # they may come with the bits above theirs
     if MASKED:
         codes = tl.where(live, codes, 0)
     if len(codes.shape) == 2:

@@ -75,7 +75,7 @@ template <int BITS> inline void pack(uint8_t *__restrict to, const uint8_t *__re
     for (int j = 0; j < count / n; j++) {
         int byte = 0;
         for (int k = 0; k < n; k++)
-            byte |= from[j * n + k] << (k * BITS);
+            byte |= (from[j * n + k] & ((1 << BITS) - 1)) << (k * BITS);  // codes may come with the bits above theirs
         to[j] = (uint8_t)byte;
     }
 }
