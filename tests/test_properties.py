@@ -85,6 +85,8 @@ sizes = st.integers(-30, 10).map(lambda e: 2.0**e)
 # Blocks wider than a range has cells for: their lowest values are raised (bounds.lowest_reading).
 @example(shape=(63,), seed=0, steps=[1.0] * 4, special=[1.4863318443360256e16], param="float32")
 @example(shape=(65,), seed=0, steps=[1.0] * 2, special=[385828448.0], param="float32")
+# A second moment that overflows, alone in its block: an infinity has a unit of its own.
+@example(shape=(), seed=0, steps=[1.0], special=[5.83337256353209e20], param="float32")
 def test_one_step_is_within_its_bound(
     cell: Cell, shape: tuple[int, ...], seed: int, steps: list[float], special: list[float], param: str
 ) -> None:
@@ -109,9 +111,10 @@ def test_fifty_steps_are_within_the_carried_bound(cell: Cell) -> None:
     reports = run.chained([gradient(torch.empty(shape), 1e-2, draw, cell.param) for _ in range(50)])
     for k, report in enumerate(reports):
         assert report.ok, (k, [report.worst[name] for name in report.broken])
-    # A second moment that is rounded to nearest may read as 0; a rule that reads it back has no bound then.
-    nearest = cell.plan == "flashoptim" or (cell.plan == "int8_rn_split24" and build(cell).compiled.strict.early)
-    assert reports[0].claimed == 1 or nearest, "the bound promises nothing even for one step"
+    # A second moment that is rounded to nearest may read as 0, and one of 4 bits be off by half of itself; a rule that
+    # reads states back has no bound then.
+    coarse = cell.plan in ("int8_rn_split24", "int4_split24") and build(cell).compiled.strict.early
+    assert reports[0].claimed == 1 or coarse or cell.plan == "flashoptim", "the bound promises nothing for one step"
 
 
 @pytest.mark.parametrize("cell", of_pairs())

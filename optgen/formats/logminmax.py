@@ -174,7 +174,8 @@ class LogMinMax(Format):
     def _margin(self, top: Num, bottom: Num) -> Num:
         """Half a cell, as a pattern, of a block whose ends reach into the next units."""
         unit = self.unit
-        units = (top >> unit) - maximum(bottom >> unit, self.lowest >> unit) + 3
+        # Above the highest all are one: an infinity has a unit of its own there, which the block does not span.
+        units = maximum((top >> unit) - maximum(bottom >> unit, self.lowest >> unit), 0) + 3
         return (self.step(self.cells(minimum(units, self.most))) >> 1) + 1
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:

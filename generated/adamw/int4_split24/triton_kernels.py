@@ -67,8 +67,8 @@ def adamw_float32_tile(
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1600126974)
     g_block_min = block_min(exp_avg_sq_pattern, live, MASKED)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128) + 3
-    exp_avg_sq_step = (2097152.0 / tl.minimum(tl.floor(16.5 / tl.minimum(exp_avg_sq_units, 16).to(tl.float32)).to(tl.int32), 255).to(tl.float32) + 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_units = tl.maximum((exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128), 0) + 3
+    exp_avg_sq_step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(exp_avg_sq_units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
     exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22
@@ -352,8 +352,8 @@ def adamw_bfloat16_tile(
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1600126974)
     g_block_min = block_min(exp_avg_sq_pattern, live, MASKED)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128) + 3
-    exp_avg_sq_step = (2097152.0 / tl.minimum(tl.floor(16.5 / tl.minimum(exp_avg_sq_units, 16).to(tl.float32)).to(tl.int32), 255).to(tl.float32) + 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_units = tl.maximum((exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128), 0) + 3
+    exp_avg_sq_step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(exp_avg_sq_units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
     exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22
@@ -691,8 +691,8 @@ def adamw_float16_tile(
     exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1600126974)
     g_block_min = block_min(exp_avg_sq_pattern, live, MASKED)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128) + 3
-    exp_avg_sq_step = (2097152.0 / tl.minimum(tl.floor(16.5 / tl.minimum(exp_avg_sq_units, 16).to(tl.float32)).to(tl.int32), 255).to(tl.float32) + 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_units = tl.maximum((exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128), 0) + 3
+    exp_avg_sq_step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(exp_avg_sq_units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
     exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22
@@ -1029,8 +1029,8 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1600126974)
     g_block_min = block_min(exp_avg_sq_pattern, live, MASKED)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128) + 3
-    exp_avg_sq_step = (2097152.0 / tl.minimum(tl.floor(16.5 / tl.minimum(exp_avg_sq_units, 16).to(tl.float32)).to(tl.int32), 255).to(tl.float32) + 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_units = tl.maximum((exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128), 0) + 3
+    exp_avg_sq_step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(exp_avg_sq_units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
     exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22
@@ -1357,8 +1357,8 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1600126974)
     g_block_min = block_min(exp_avg_sq_pattern, live, MASKED)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128) + 3
-    exp_avg_sq_step = (2097152.0 / tl.minimum(tl.floor(16.5 / tl.minimum(exp_avg_sq_units, 16).to(tl.float32)).to(tl.int32), 255).to(tl.float32) + 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_units = tl.maximum((exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128), 0) + 3
+    exp_avg_sq_step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(exp_avg_sq_units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
     exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22
@@ -1737,8 +1737,8 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
     exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1600126974)
     g_block_min = block_min(exp_avg_sq_pattern, live, MASKED)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128) + 3
-    exp_avg_sq_step = (2097152.0 / tl.minimum(tl.floor(16.5 / tl.minimum(exp_avg_sq_units, 16).to(tl.float32)).to(tl.int32), 255).to(tl.float32) + 12582912.0).to(tl.int32, bitcast=True) + -1262485504
+    exp_avg_sq_units = tl.maximum((exp_avg_sq_largest >> 22) - tl.maximum(g_block_min >> 22, 128), 0) + 3
+    exp_avg_sq_step = tl.fma(2097152.0, inverse((16.5 * inverse(tl.minimum(exp_avg_sq_units, 16).to(tl.float32))).to(tl.int32).to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
     exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22

@@ -157,8 +157,8 @@ struct adamw_float32 {
             const I g_block_min = smallest(g_block_min_kept + b);
             const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22) + 3;
-            const I exp_avg_sq_step_3 = bits(2097152.0f / to_float(min(I(255), to_int(floor(64.5f / to_float(min(I(64), exp_avg_sq_units)))))) + 12582912.0f) + -1262485504;
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
@@ -447,8 +447,8 @@ struct adamw_bfloat16 {
             const I g_block_min = smallest(g_block_min_kept + b);
             const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22) + 3;
-            const I exp_avg_sq_step_3 = bits(2097152.0f / to_float(min(I(255), to_int(floor(64.5f / to_float(min(I(64), exp_avg_sq_units)))))) + 12582912.0f) + -1262485504;
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
@@ -782,8 +782,8 @@ struct adamw_float16 {
             const I g_block_min = smallest(g_block_min_kept + b);
             const F g_sqrt = load(g_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22) + 3;
-            const I exp_avg_sq_step_3 = bits(2097152.0f / to_float(min(I(255), to_int(floor(64.5f / to_float(min(I(64), exp_avg_sq_units)))))) + 12582912.0f) + -1262485504;
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
@@ -1148,8 +1148,8 @@ struct adamw_float32_amsgrad {
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22) + 3;
-            const I exp_avg_sq_step_3 = bits(2097152.0f / to_float(min(I(255), to_int(floor(64.5f / to_float(min(I(64), exp_avg_sq_units)))))) + 12582912.0f) + -1262485504;
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
@@ -1516,8 +1516,8 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22) + 3;
-            const I exp_avg_sq_step_3 = bits(2097152.0f / to_float(min(I(255), to_int(floor(64.5f / to_float(min(I(64), exp_avg_sq_units)))))) + 12582912.0f) + -1262485504;
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
@@ -1929,8 +1929,8 @@ struct adamw_float16_amsgrad {
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22) + 3;
-            const I exp_avg_sq_step_3 = bits(2097152.0f / to_float(min(I(255), to_int(floor(64.5f / to_float(min(I(64), exp_avg_sq_units)))))) + 12582912.0f) + -1262485504;
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(64.5f / to_float(min(I(64), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
             const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;

@@ -81,7 +81,7 @@ def adamw_float32(
     exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
     exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128) + 3
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(64.5, exp_avg_sq_units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
@@ -241,7 +241,7 @@ def adamw_bfloat16(
     exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
     exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128) + 3
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(64.5, exp_avg_sq_units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
@@ -427,7 +427,7 @@ def adamw_float16(
     exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
     exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128) + 3
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(64.5, exp_avg_sq_units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
@@ -617,7 +617,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
     exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128) + 3
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(64.5, exp_avg_sq_units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
@@ -817,7 +817,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
     exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128) + 3
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(64.5, exp_avg_sq_units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
@@ -1043,7 +1043,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
     exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
     exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = (exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128) + 3
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(64.5, exp_avg_sq_units.clamp(max=64).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
