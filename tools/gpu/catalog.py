@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from optgen.runtime import plans
-from optgen.runtime.records import Variant
+from optgen.runtime.records import EIGHT, Variant
 
 PARAMS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -94,12 +94,19 @@ def _cases_of(name: str) -> Iterator[Case]:
     usual = _usual(cls)
     for plan in cls.PLANS:
         listed: Sequence[Variant] = plan_module(cls, plan).VARIANTS
-        # Steps of several stages are checked in another way: stages.py.
+        # Steps of several stages, and packed codes, are checked in another way: stages.py.
+        if is_packed(listed):
+            continue
         seen = {(v.param, _setting(cls, v)) for v in listed if not v.stages}
         seen -= {(v.param, _setting(cls, v)) for v in listed if v.stages}
         for param, flags in sorted(seen):
             changed = tuple(k if on else f"no_{k}" for k, on in flags if usual[k] != on)
             yield Case(name, cls.SPEC, plan, param, flags, changed)
+
+
+def is_packed(variants: Sequence[Variant]) -> bool:
+    """Whether any of them keeps codes that share bytes."""
+    return any(f.per == EIGHT for v in variants for f in v.fields)
 
 
 def _usual(cls: Any) -> dict[str, bool]:

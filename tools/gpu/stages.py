@@ -1,4 +1,4 @@
-"""Rules of several sweeps on a device: strict maths, bit for bit against the eager reference on the same device.
+"""Rules of several sweeps, and packed codes, on a device: strict maths, each bit beside eager torch on the same device.
 
 Their fast kernels have no derived distance here: a sum of many elements carries its rounding into every one.  Strict
 kernels have the same launches, walks and barriers, and every bit of theirs is known.
@@ -35,13 +35,15 @@ class Staged:
 
 
 def settings() -> list[tuple[str, str, str]]:
-    """(spec, plan, parameter dtype) of the rules that take several stages, the most telling first."""
+    """(spec, plan, parameter dtype) of rules that take several stages and of packed plans, the most telling first."""
     found = []
     for name in catalog.names():
         cls = catalog.generated_class(name)
         listed = catalog.plan_module(cls, cls.PLANS[0]).VARIANTS
         if any(v.stages for v in listed):
             found += [(cls.SPEC, "int8_split24", "bfloat16"), (cls.SPEC, "fp32", "float32")]
+        packed = [plan for plan in cls.PLANS if catalog.is_packed(catalog.plan_module(cls, plan).VARIANTS)]
+        found += [(cls.SPEC, plan, "bfloat16") for plan in packed]
     return sorted(found, key=lambda s: (FIRST.index(s[0]) if s[0] in FIRST else len(FIRST), s))
 
 
