@@ -1,6 +1,6 @@
 """Hugging Face accelerate with a generated optimizer: `prepare()` takes it like any other.
 
-    accelerate launch examples/accelerate_loop.py --steps 20 --folder /tmp/accelerate
+    accelerate launch examples/accelerate_loop.py --steps 20
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hugging Face Trainer with a generated optimizer: `optimizer_cls_and_kwargs=` is all that changes.
 
-    python examples/hf_trainer.py --steps 20 --folder /tmp/hf
+    python examples/hf_trainer.py --steps 20
 """
 
 from __future__ import annotations

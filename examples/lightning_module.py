@@ -1,6 +1,6 @@
 """Lightning with a generated optimizer: it is what `configure_optimizers` returns.
 
-    python examples/lightning_module.py --steps 20 --folder /tmp/lightning
+    python examples/lightning_module.py --steps 20
 """
 
 from __future__ import annotations
