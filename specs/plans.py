@@ -7,7 +7,9 @@ Moments are rounded stochastically unless a rule's recurrence asks for nearest (
 averages to nearest says in `forced` why it exists all the same.
 """
 
-from optgen.formats import Blocked, Copy, Ecc8, Kahan, LogMinMax, Native, Plan, Split, floats, linear, scales, softsign
+from optgen.formats import (
+    Blocked, Copy, Ecc8, Factored, Kahan, LogMinMax, Native, Plan, Rank1, Split, floats, linear, scales, softsign,
+)  # fmt: skip
 
 fp32 = Plan("Everything in fp32: 12 bytes per fp32 parameter.", small_numel=0)
 
@@ -98,4 +100,17 @@ flashoptim = Plan(
     nonneg=Blocked(8, 32, linear, scales.fp16, signed=False, of="sqrt", zero="keep", rounding="nearest"),
     small_numel=0,
     forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+lpmm4 = Plan(
+    "Rank-1.",
+    signed=Blocked(4, 128, softsign(0.5), scales.fp32, rounding="nearest"),
+    nonneg=Rank1(4, linear, rounding="nearest"),
+    forced="its numbers",
+)
+lpmm4_factor = Plan(
+    "Factored.",
+    signed=Blocked(4, 128, softsign(0.5), scales.fp32, rounding="nearest"),
+    nonneg=Factored(reads="kept", vectors=Rank1(4, linear, rounding="nearest").of_vectors()),
+    forced="its numbers",
 )

@@ -17,6 +17,7 @@ from optgen.formats import floats
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.lang.declare import StateDecl
+from optgen.lang.spec import Matrix
 from optgen.ops.dtypes import DType, f32
 
 SMALL = 4096
@@ -39,6 +40,7 @@ class Storage:
 
     param    the parameter's dtype
     small    whether for tensors below the plan's small_numel
+    vector   whether for tensors without rows and columns, where formats differ for them
     states   name -> format, every rounding resolved
     nonneg   names of the states that are never negative
     """
@@ -49,6 +51,13 @@ class Storage:
     master: Master
     states: dict[str, Format]
     nonneg: frozenset[str] = frozenset()
+    vector: bool = False
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """Which matrix the formats' rows and columns are those of: the last two dimensions, if one asks for them."""
+        wanted = {f.matrix for f in self.states.values()} - {None}
+        return "last" if "last" in wanted else "first" if wanted else None
 
     @property
     def block(self) -> int:
@@ -181,6 +190,11 @@ class Plan:
             raise UserError(
                 "E305", loc=self.loc, what="small, reduced or initial in blocks", want="a format without blocks there"
             )
+        for slot, fmt in (("small", self.small), ("reduced", self.reduced), ("initial", self.initial)):
+            if fmt.matrix is not None:
+                raise UserError(
+                    "E305", loc=self.loc, what=f"{slot}={fmt}", want="a format that needs no rows and columns there"
+                )
 
     def _not_a(self, slot: str, value: object, want: str, kind: type) -> UserError:
         called = isinstance(value, type) and issubclass(value, kind)
@@ -212,8 +226,12 @@ class Plan:
         param: DType,
         small: bool,
         recurrences: Mapping[str, Any] | None = None,
+        *,
+        vector: bool = False,
     ) -> Storage:
         """The formats of these states (those present under the flags), for a parameter dtype and size class.
+
+        `vector`: for tensors of fewer than two dimensions; the formats of others may need rows and columns.
 
         `recurrences` gives each state's recurrence: by it rounding "auto" becomes nearest or stochastic
         (`rounds_to_nearest`; stochastic where it is not given).  Raises UserError where a format cannot hold a
@@ -221,7 +239,7 @@ class Plan:
         """
         chosen: dict[str, Format] = {}
         for state in states:
-            chosen[state.name] = self._resolved(state, small, recurrences)
+            chosen[state.name] = self._resolved(state, small, vector, recurrences)
         by_name = {s.name: s for s in states}
         for state in states:
             base = by_name.get(state.normalized_by or "")
@@ -231,10 +249,14 @@ class Plan:
         master = Native() if param is f32 else self.master
         self._check_fields(states, chosen, master, param)
         nonneg = frozenset(s.name for s in states if s.nonneg)
-        return Storage(self, param, small, master, chosen, nonneg)
+        return Storage(self, param, small, master, chosen, nonneg, vector)
 
-    def _resolved(self, state: StateDecl, small: bool, recurrences: Mapping[str, Any] | None) -> Format:
+    def _resolved(
+        self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None
+    ) -> Format:
         fmt = self._format(state, small)
+        if vector:
+            fmt = fmt.of_vectors()
         if fmt.rounding != "auto":
             return fmt
         recurrence = (recurrences or {}).get(state.name)

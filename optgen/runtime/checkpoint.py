@@ -218,7 +218,7 @@ def select(cls: Any, group: Mapping[str, Any], p: Tensor) -> tuple[str, ModuleTy
     name = plans.plan_name(cls, group.get("plan"), p.dtype)
     plan = plans.load(cls, name)
     small = p.numel() < plans.small_numel(plan)
-    return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group, tuple(p.shape)))
+    return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group, tuple(p.shape)), p.ndim < 2)
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Arena:
@@ -323,7 +323,7 @@ def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
     """Whether an entry holds torch's dense tensors of the states, not the variant's own fields."""
     if not variant.fields:
         return False
-    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if f.space != "elem"}
+    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if not f.wide}
     dense = all(
         isinstance(value := found.get(name), Tensor)
         and value.is_floating_point()

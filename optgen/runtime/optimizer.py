@@ -80,6 +80,7 @@ class Choice:
 
     __slots__ = (
         "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "plan", "small",
+        "vector",
     )  # fmt: skip
 
     def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool) -> None:
@@ -99,17 +100,20 @@ class Choice:
         flags = options.flags_of(cls, group)
         self.large = plans.variant(self.plan, p.dtype, False, flags)
         self.small = plans.variant(self.plan, p.dtype, True, flags)
+        self.vector = plans.variant(self.plan, p.dtype, False, flags, True)
 
     def variant(self, p: Tensor) -> Variant:
         if self._by_shape is not None:
             return self._by_shape.get(p.shape) or self._find(p)
-        return self.small if self.limit and p.numel() < self.limit else self.large
+        if self.limit and p.numel() < self.limit:
+            return self.small
+        return self.large if p.ndim >= 2 else self.vector
 
     def _find(self, p: Tensor) -> Variant:
         """Where flags follow the shape, every shape has its variant."""
         assert self._by_shape is not None
         flags = options.flags_of(self._cls, self._group, tuple(p.shape))
-        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags)
+        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags, p.ndim < 2)
         self._by_shape[p.shape] = found
         return found
 
@@ -262,7 +266,7 @@ class Optimizer(torch.optim.Optimizer):
             cls, shape = type(self), tuple(p.shape)
             plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
             small = p.numel() < plans.small_numel(plan)
-            usual = plans.variant(plan, p.dtype, small, options.flags_of(cls, group, shape))
+            usual = plans.variant(plan, p.dtype, small, options.flags_of(cls, group, shape), p.ndim < 2)
             sometimes = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
             if usual.needs_matrix or plans.at_step(plan, usual, sometimes).needs_matrix:
                 label = state.label(p, names.get(id(p), first + i))
@@ -283,7 +287,8 @@ class Optimizer(torch.optim.Optimizer):
             cls, name = type(self), names.get(id(p), first + i)
             plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
             limit = plans.small_numel(plan)
-            variant = plans.variant(plan, p.dtype, p.numel() < limit, options.flags_of(cls, group, tuple(p.shape)))
+            flags = options.flags_of(cls, group, tuple(p.shape))
+            variant = plans.variant(plan, p.dtype, p.numel() < limit, flags, p.ndim < 2)
             if not flattened:
                 self._shard(variant, p, None, first + i, name)
             elif variant.stages or variant.stochastic or variant.block > 1 or limit:

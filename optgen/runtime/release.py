@@ -103,7 +103,7 @@ def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: st
     cls = type(optimizer)
     plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
     flags = options.flags_of(cls, group, tuple(p.shape))
-    variant = plans.variant(plan, p.dtype, p.numel() < plans.small_numel(plan), flags)
+    variant = plans.variant(plan, p.dtype, p.numel() < plans.small_numel(plan), flags, p.ndim < 2)
     often = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
     for v in (variant, plans.at_step(plan, variant, often)):
         if v.model_temps or any(f.space == "model" for f in v.fields):
