@@ -50,7 +50,7 @@ class Rank1(Format):
     rounding: Rounding = "auto"
     zero: Literal["free", "half", "keep"] = "free"
     vectors: int = 128
-    in_blocks: bool = field(default=False, repr=False)  # of a tensor without rows and columns
+    in_blocks: bool = False  # of a tensor without rows and columns
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
