@@ -16,7 +16,7 @@ from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import col_max, row_max
 from optgen.lang.spec import Matrix
-from optgen.lang.values import Num, bits, block_max, cast, clip, from_bits, maximum, minimum, rint, sqrt
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, rint, sqrt
 from optgen.ops import dtypes
 
 SMALLEST_ROOT = 2.0**-54  # half a code of it, squared, is a normal f32
@@ -65,7 +65,7 @@ class Rank1(Format):
         how = "stochastic" if self.noise_bits else "nearest"
         sign = "signed" if self.signed else "unsigned"
         scale = f"blocks of {self.vectors}" if self.in_blocks else "under the smaller of row and column maximum"
-        free = ", no zero" if not self.signed and self.zero == "free" else ""
+        free = ", no zero" if self._free else ""
         return f"{self.bits}-bit {sign} {scale}: {what}{self.compander}{free}, fp32 scale, {how}"
 
     @property
@@ -73,14 +73,18 @@ class Rank1(Format):
         """N, what the scale itself is stored as."""
         if self.signed:
             return (1 << (self.bits - 1)) - 1
-        return (1 << self.bits) - (0 if self.zero == "free" else 1)
+        return (1 << self.bits) - (0 if self._free else 1)
 
     @property
     def bias(self) -> int:
         """What is added to a code where it is stored."""
         if self.signed:
             return 1 << (self.bits - 1)
-        return -1 if self.zero == "free" else 0
+        return -1 if self._free else 0
+
+    @property
+    def _free(self) -> bool:
+        return self.zero == "free" and not self.signed
 
     @property
     def lowest(self) -> float:
@@ -91,7 +95,7 @@ class Rank1(Format):
     def positive(self) -> bool:
         if self.signed or self.zero == "keep":
             return False
-        least = self.lowest * float(self.compander.inverse((1 if self.zero == "free" else HALF) / self.codes))
+        least = self.lowest * float(self.compander.inverse((1 if self._free else HALF) / self.codes))
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
     @property
@@ -149,8 +153,10 @@ class Rank1(Format):
             exact = (value / divisor) * float(self.codes)
         else:
             exact = self.compander.encode(value, divisor, self.codes, signed=self.signed)
-        least = -float(self.codes) if self.signed else 1.0 if self.zero == "free" else 0.0
+        least = -float(self.codes) if self.signed else 1.0 if self._free else 0.0
         exact = clip(exact, least, float(self.codes))
+        if noise is None and self._free:
+            return cast(-floor(0.5 - exact), dtypes.i32) + self.bias  # a tie goes to the lower code, as in the paper
         if noise is None:
             return cast(rint(exact), dtypes.i32) + self.bias
         # As in Blocked: n bits of fraction at the end of the pattern, where the noise is added.
@@ -172,7 +178,7 @@ class Rank1(Format):
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:
             code = code - float(self.bias)
-        elif self.zero == "free":
+        elif self._free:
             code = code + 1.0
         elif self.zero == "half":
             code = maximum(code, HALF)

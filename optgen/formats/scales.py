@@ -13,6 +13,7 @@ stay finite; scale 0 is what a fresh state has and makes all of its block 0.
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -159,13 +160,19 @@ class RootScale(Scale):
 
 @dataclass(frozen=True)
 class FloatScale(Scale):
-    """The largest magnitude itself, in f32."""
+    """The largest magnitude itself, in f32; smaller ones than `least`, a positive f32, count as that."""
 
     name: str = "fp32"
     dtype: DType = dtypes.f32
+    least: float = SMALLEST
+
+    @property
+    def low(self) -> float:
+        return self.least
 
     def encode(self, top: Num) -> tuple[Num, Num]:
-        scale = from_bits(where(top < words.INF, maximum(top, _SMALLEST_BITS), words.NAN))
+        (least,) = struct.unpack("<i", struct.pack("<f", self.least))
+        scale = from_bits(where(top < words.INF, maximum(top, least), words.NAN))
         return scale, scale
 
     def decode(self, stored: Num) -> Num:
