@@ -213,10 +213,16 @@ def why_last(step: Step) -> str:
     seen: set[int] = set()
     for let in program.body:
         inside = [n for n in postorder([let.node]) if _takes_all(n) and n.uid not in seen]
-        seen |= {n.uid for n in inside}
         if inside and let.loc is not None:
+            seen |= {n.uid for n in inside}
             what = ", ".join(dict.fromkeys(str(n.attr or n.op) for n in inside))
             users.append(f"{let.name} ({let.loc.short}) needs {what}")
+    owners: dict[str, list[str]] = {}
+    for s in program.stores:
+        inside = [n for n in postorder([s.node]) if _takes_all(n) and n.uid not in seen]
+        seen |= {n.uid for n in inside}
+        owners.setdefault(program.buffer(s.buffer).owner, []).extend(str(n.attr or n.op) for n in inside)
+    users += [f"keeping {owner} needs {', '.join(dict.fromkeys(ops))}" for owner, ops in owners.items() if ops]
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
     return f"{sweeps}: " + "; ".join(users) + (early if step.early else "")

@@ -13,11 +13,10 @@ from optgen.formats.floats import f32
 from optgen.formats.format import Field, Format, Noise
 from optgen.lang.reductions import col_mean, mat_mean, row_mean
 from optgen.lang.spec import Matrix
-from optgen.lang.values import Num, maximum
+from optgen.lang.values import Num, maximum, minimum
 from optgen.ops import dtypes
 
-LOWEST_ROW = 2.0**-30  # times the mean of all rows
-LOWEST_COLUMN = 2.0**-96
+LOWEST = 2.0**-100  # what is kept of a row or column of zeros: fresh ones have 0
 SMALLEST_NORMAL = 2.0**-126
 
 
@@ -27,8 +26,8 @@ class Factored(Format):
 
     A column's number is its mean, a row's is its mean over that of all rows.  No bytes per element, and no bound for
     one: what is kept, up to rounding, are the means of rows and columns, and the mean of an average is the average of
-    the means.  Rows are raised to 2^-30 of the mean of all, columns to 2^-96: an encoded value is never 0.  A NaN, or a
-    sum beyond the range of f32, makes its whole matrix NaN.
+    the means.  Rows of less than 2^-100 of the mean of all are raised to that, columns to 2^-100, and what is read to
+    2^-126: an encoded value is never 0.  A NaN, or a sum beyond the range of f32, makes its whole matrix NaN.
 
     reads    "computed": the rule goes on with the new value as it computed it.  An average then has at least
              (1 - decay) * g^2 for every element, so that no gradient meets a root far smaller than itself;
@@ -80,12 +79,14 @@ class Factored(Format):
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         row_means = row_mean(x)
-        row_factor = maximum(row_means / maximum(mat_mean(row_means), SMALLEST_NORMAL), LOWEST_ROW)
-        col_factor = maximum(col_mean(x), LOWEST_COLUMN)
+        row_factor = maximum(row_means / maximum(mat_mean(row_means), SMALLEST_NORMAL), LOWEST)
+        col_factor = maximum(col_mean(x), LOWEST)
         return {"row": row_factor, "col": col_factor}
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        return parts["row"] * parts["col"]
+        # 0 for a fresh state alone, whose rows are 0.
+        least = minimum(parts["row"], SMALLEST_NORMAL)
+        return maximum(parts["row"] * parts["col"], least)
 
 
-__all__ = ["LOWEST_COLUMN", "LOWEST_ROW", "Factored"]
+__all__ = ["LOWEST", "SMALLEST_NORMAL", "Factored"]

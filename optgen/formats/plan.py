@@ -96,7 +96,10 @@ def _first_frame_outside() -> FrameType:
     return frame
 
 
-_PARTS = ("name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "forced")
+_PARTS = (
+    "name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "read_back",
+    "forced",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -114,6 +117,8 @@ class Plan:
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
     overrides    state name -> format, before all of these
+    read_back    whether a step of several sweeps may take a new value from where it was stored, where that saves bytes;
+                 without it, it goes on with what it computed
     forced       why the plan is built although the lint refuses it; "" if it is not
     """
 
@@ -127,6 +132,7 @@ class Plan:
     small: Format
     small_numel: int
     overrides: Mapping[str, Format]
+    read_back: bool
     forced: str
     loc: Loc = field(compare=False)
 
@@ -143,6 +149,7 @@ class Plan:
         small: Format = floats.f32,
         small_numel: int = SMALL,
         overrides: Mapping[str, Format] | None = None,
+        read_back: bool = True,
         forced: str = "",
         **unknown: object,
     ) -> None:
@@ -160,6 +167,7 @@ class Plan:
             "small": small,
             "small_numel": small_numel,
             "overrides": MappingProxyType(dict(overrides or {})),
+            "read_back": read_back,
             "forced": forced,
             "loc": locs.of_frame(frame),
         }
@@ -207,7 +215,7 @@ class Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
         frame = _first_frame_outside()
         own = {k: getattr(self, k) for k in ("master", "signed", "nonneg", "reduced", "initial", "small")}
-        own |= {"small_numel": self.small_numel, "forced": self.forced}
+        own |= {"small_numel": self.small_numel, "read_back": self.read_back, "forced": self.forced}
         for key in changes:
             if key not in _PARTS:
                 raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
@@ -302,6 +310,9 @@ class Plan:
             if state.space.name != "elem" and fmt != floats.f32:
                 space = state.space.name
                 raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
+            if state.init == "param" and fmt.matrix is not None:
+                what = f"`{state.name}`, which starts as the weight, kept as {fmt}"
+                raise UserError("E305", loc=places, what=what, want="a format that needs no rows and columns")
             if fmt.block > 1:
                 sizes.setdefault(fmt.block, state.name)
         if len(sizes) > 1:

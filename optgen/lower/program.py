@@ -216,6 +216,8 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
     # What needs values of rows and columns to be read is not read back within the step: they change with it.
     elements = [n for n, v in states.items() if v.node.space == spaces.elem and storage.states[n].matrix is None]
     kept += [Kept(name, states[name].node, new_nodes[name]) for name in elements]
+    if not storage.plan.read_back:
+        kept = []
     names = hyper_names(spec)
     present_host = spec.present_host(flags)
     return Program(

@@ -23,7 +23,7 @@ from optgen.formats import fp8
 from optgen.formats.blocked import HALF, Blocked
 from optgen.formats.codebook import Codebook
 from optgen.formats.companders import BELOW, Compander, linear
-from optgen.formats.factored import LOWEST_COLUMN, LOWEST_ROW, Factored
+from optgen.formats.factored import LOWEST, Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.fp8 import Fp8
@@ -98,12 +98,12 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
     if isinstance(fmt, Rank1):
         return _rank1_bound(fmt)
     if isinstance(fmt, Factored):
-        rows, columns = math.log2(LOWEST_ROW), math.log2(LOWEST_COLUMN)
+        least = f"2^{math.log2(LOWEST):g}"
         return Bound(
             math.inf,
             "value",
-            f"the means of rows and columns are kept, to rounding: rows of at least 2^{rows:g} of the mean, "
-            f"columns of at least 2^{columns:g}",
+            f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, columns "
+            f"of at least {least}",
         )
     raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
 
