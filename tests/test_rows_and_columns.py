@@ -66,8 +66,8 @@ MATRICES = {
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_codes_are_those_of_the_paper(name: str) -> None:
-    """x / scale and the middles between two entries are taken in f32 by either; where the paper divides 0 by 0, ours is the
-    lowest code of the lowest scale."""
+    """x / scale and the middles between two entries are taken in f32 by either; where the paper divides 0 by 0, ours is
+    the lowest code of the lowest scale."""
     x = MATRICES[name]
     parts = NEAREST.encode(x)
     scale = oracles.rank1_scale(x.numpy())
@@ -101,7 +101,7 @@ def test_more_dimensions_are_taken_as_the_first_against_the_rest_whose_scales_ar
 )  # fmt: skip
 def test_the_exact_worst_error_is_the_bound(fmt: Rank1, bits: int) -> None:
     found = certify(replace(fmt, bits=bits))
-    assert 0.99 <= found.ratio
+    assert found.ratio >= 0.99
     assert found.supremum <= found.bound.total
 
 
@@ -339,7 +339,9 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("plan", [RANK1, ROOTED, FACTORED, AS_KEPT], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "plan", [RANK1, ROOTED, FACTORED, pytest.param(AS_KEPT, marks=pytest.mark.slow)], ids=lambda x: x.name
+)
 def test_cpp_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     cls = compiled(adamw, plan, "strict")
     eager = trained(cls, plan.name, "reference", SHAPES)
@@ -359,7 +361,7 @@ FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, linear,
 
 
 def test_one_more_sweep_over_gradient_and_second_moment() -> None:
-    """12.5 bytes and the scales of the first moment, as `explain` derives them and as the printed kernels load and store."""
+    """12.5 bytes and the first moment's scales, as `explain` derives them and as the printed kernels load and store."""
     found = explain.explain(adamw, FOUR_BITS)
     assert len(found.sweeps) == 2
     assert set(found.sweeps[0].reads) == {"g", "exp_avg_sq"}
@@ -398,7 +400,6 @@ def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
         {"exp_avg_sq": (40,)},
         {"exp_avg_sq": (8, 600), "exp_avg_sq_row": (8, 1), "exp_avg_sq_col": (1, 1200)},
     ]
-    assert sum(opt.memory().values()) if isinstance(opt.memory(), dict) else opt.memory()
 
 
 @pytest.mark.parametrize("plan", ["lpmm4", "lpmm4_factor", "int4_factored_split24"])
@@ -424,7 +425,8 @@ def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
         dense = checkpoint.dense_entry(module, variant, p, opt.state[p])
         assert dense["exp_avg_sq"].shape == p.shape
         values = {name: dense[name] for name in variant.states}
-        again = layout.decode(module, variant, p, layout.encode(module, variant, p, values, variant.names), ["exp_avg_sq"])
+        stored = layout.encode(module, variant, p, values, variant.names)
+        again = layout.decode(module, variant, p, stored, ["exp_avg_sq"])
         allowed = (sum(p.shape[-2:]) + 8) * ROUNDOFF if p.ndim > 1 else 2.0**-20
         assert torch.allclose(again["exp_avg_sq"], dense["exp_avg_sq"], rtol=2 * allowed, atol=0)
 
@@ -450,14 +452,14 @@ def averaged(p, g, slow=state(init="param"), *, lr=hyper(1e-3)):
 
 def test_what_has_no_rows_and_columns_is_refused() -> None:
     for slot in ("small", "reduced", "initial"):
-        with pytest.raises(UserError, match="E305.*needs no rows and columns"):
+        with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
             Plan("Wrong.", name="wrong", **{slot: Rank1(4, softsign(1), signed=True)})
-    with pytest.raises(UserError, match="E305.*starts as the weight"):
-        wrong = Plan("Wrong.", name="wrong", overrides={"slow": Rank1(4, softsign(1), signed=True)})
+    wrong = Plan("Wrong.", name="wrong", overrides={"slow": Rank1(4, softsign(1), signed=True)})
+    with pytest.raises(UserError, match=r"E305.*starts as the weight"):
         wrong.storage(averaged.states, dtypes.f32, False)
-    with pytest.raises(UserError, match='E305.*"computed" or "kept"'):
+    with pytest.raises(UserError, match=r'E305.*"computed" or "kept"'):
         Factored("both")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="E305.*needs no rows and columns"):
+    with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
         Factored(vectors=Factored())
     with pytest.raises(UserError, match="E305"):
         Rank1(signed=True, of="sqrt")

@@ -274,6 +274,11 @@ def _load_one(
     made = _scalars(variant, found, dense, where, misfits)
     if dense:
         _numbers(found, variant.states, where, misfits)
+        if variant.of_whole and parts is not None and parts.layout.dims():
+            misfits.add(
+                f"{where}: its states are kept with statistics of whole rows and columns, which parts on several ranks "
+                f"do not have: load dense states on one rank, save, and load that"
+            )
         if len(misfits.lines) == before:
             values = {key: found[key].to(p.device) for key in variant.states}
             room = {f.name: state.zeros(f, p, arena) for f in variant.fields}

@@ -102,8 +102,8 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
         return Bound(
             math.inf,
             "value",
-            f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, columns "
-            f"of at least {least}",
+            f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, "
+            f"columns of at least {least}",
         )
     raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
 
