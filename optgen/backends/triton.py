@@ -293,6 +293,12 @@ def registers(schedule: Schedule) -> int | None:
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
     # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    # Tables: the lines of one, or a small tree of its entries, are in flight for eight elements at a time.
+    tables = [len(n.attr.values) for n in postorder(schedule.program.roots()) if n.op in ("lookup", "search")]
+    if max(tables, default=0) > 32:
+        return None
+    if tables or "table" in schedule.program.rules:
+        most = max(most, 96)
     # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
     most += 16 * (len([b for b in buffers if b.dtype.packed]) > len({b.owner for b in buffers if b.dtype.packed}))
     return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))

@@ -14,8 +14,8 @@ from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.blocked import NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
-from optgen.formats.scales import Scale, fp32
-from optgen.lang.values import Num, bits, block_max, lookup, place, search, sqrt
+from optgen.formats.scales import Scale, fp32, least_scale, pattern_of
+from optgen.lang.values import Num, bits, block_max, lookup, maximum, place, search, sqrt
 from optgen.ops.tables import Book, book, f32
 
 Ties = Literal["down", "up"]
@@ -37,6 +37,7 @@ class Codebook(Format):
 
     Nearest encoding is idempotent where the table has the numbers of largest magnitude that it takes: 1, and -1.  A
     table without -1 shrinks every block whose largest magnitude is negative, at each store (`shrinks`).
+    Of a table without 0 nothing becomes 0: a block of smaller numbers than `low` is kept as if that were its largest.
     A block with an Inf or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
     """
 
@@ -90,10 +91,12 @@ class Codebook(Format):
 
     @property
     def positive(self) -> bool:
-        if self.signed:
-            return False
-        least = self.scale.low * self.table[0]
-        return (least * least if self.of == "sqrt" else least) >= 2.0**-126
+        return self.table[0] > 0
+
+    @property
+    def low(self) -> float:
+        """The largest magnitude that smaller ones count as: in a table without 0 nothing becomes a subnormal number."""
+        return least_scale(self.scale, self.table[0] if self.positive else 0.0, self.of == "sqrt")
 
     def rounded(self, rounding: Rounding) -> Format:
         return replace(self, rounding=rounding)
@@ -116,6 +119,8 @@ class Codebook(Format):
         if self.of == "sqrt":
             value = sqrt(value)
         top = block_max(bits(abs(value) if self.signed else value), self.block)
+        if self.low > self.scale.low:
+            top = maximum(top, pattern_of(self.low))
         stored_scale, scale = self.scale.encode(top)
         number = value / scale
         if noise is None:

@@ -13,7 +13,7 @@ from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.blocked import HALF, NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
-from optgen.formats.scales import Scale, fp32
+from optgen.formats.scales import Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, cast, floor, from_bits, maximum, minimum, sqrt, where
 from optgen.ops import dtypes
 
@@ -101,10 +101,12 @@ class Fp8(Format):
 
     @property
     def positive(self) -> bool:
-        if self.signed or self.zero == "keep":
-            return False
-        least = self.scale.low * self.least * HALF
-        return (least * least if self.of == "sqrt" else least) >= 2.0**-126
+        return not self.signed and self.zero == "half"
+
+    @property
+    def low(self) -> float:
+        """The scale that smaller ones count as: where 0 reads as half a float, that does not become subnormal."""
+        return least_scale(self.scale, self.least * HALF if self.positive else 0.0, self.of == "sqrt")
 
     def rounded(self, rounding: Rounding) -> Format:
         return replace(self, rounding=rounding)
@@ -129,6 +131,8 @@ class Fp8(Format):
             value = sqrt(value)
         top = block_max(bits(abs(value) if self.signed else value), self.block)
         share = bits(from_bits(top) / self.largest)
+        if self.low > self.scale.low:
+            share = maximum(share, pattern_of(self.low))
         stored_scale, scale = self.scale.encode(where(top < words.INF, share, words.NAN))
         number = value / scale
         pattern = self._pattern(abs(number) if self.signed else number, noise)
@@ -140,14 +144,14 @@ class Fp8(Format):
         """The code of a number >= 0, i32."""
         drop = 23 - self.mantissa
         word = bits(size)
-        carry = (noise.integer() << (drop - noise.bits)) if noise else ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
+        carry = noise.fraction(drop) if noise else ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
         normal = ((word + carry) >> drop) - ((127 - _KINDS[self.kind][1]) << self.mantissa)
         if noise:
             small = cast(floor(minimum(size, self.normal) * (1 / self.least) + noise.unit()), dtypes.i32)
         else:
             # The sum's last place is the smallest float: adding rounds half to even.
             unit = self.least * 2.0**23
-            small = bits(minimum(size, self.normal) + unit) - _bits_of(unit)
+            small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
         return minimum(where(size < self.normal, small, normal), self.most)
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
@@ -170,14 +174,6 @@ class Fp8(Format):
         if self.signed:
             number = from_bits(bits(number) | ((pattern & 0x80) << 24))
         return number * self.scale.decode(parts["scale"])
-
-
-def _bits_of(power: float) -> int:
-    """The f32 pattern of a power of two."""
-    exponent = 0
-    while 2.0**exponent != power:
-        exponent += 1 if power > 1 else -1
-    return (127 + exponent) << 23
 
 
 @lru_cache

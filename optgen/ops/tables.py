@@ -30,9 +30,8 @@ def f32(x: float) -> float:
 
 
 def after(x: float, by: int = 1) -> float:
-    """The f32 that many places after x, which is not 0."""
-    (pattern,) = struct.unpack("<i", struct.pack("<f", x))
-    return float(struct.unpack("<f", struct.pack("<i", pattern + (by if x > 0 else -by)))[0])
+    """The f32 that many places after x."""
+    return _at(_place(x) + by)
 
 
 @dataclass(frozen=True)
@@ -201,18 +200,25 @@ def cell_ends(values: Sequence[float], ties: str) -> tuple[float, ...]:
     """
     out = []
     for low, high in itertools.pairwise(values):
-        middle = f32((low + high) / 2)
-        x = middle
-        while _above(_step(x, -1), low, high, ties):
-            x = _step(x, -1)
-        while not _above(x, low, high, ties):
-            x = _step(x, 1)
-        out.append(x)
+        below, above = _place(low), _place(high)
+        while above - below > 1:
+            middle = (below + above) // 2
+            if _above(_at(middle), low, high, ties):
+                above = middle
+            else:
+                below = middle
+        out.append(_at(above))
     return tuple(out)
 
 
-def _step(x: float, by: int) -> float:
-    return after(x, by) if x else by * 2.0**-149
+def _place(x: float) -> int:
+    """The number of an f32 in their order; both zeros are 0."""
+    (pattern,) = struct.unpack("<i", struct.pack("<f", x))
+    return int(pattern) if pattern >= 0 else -(pattern & 0x7FFFFFFF)
+
+
+def _at(place: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<i", abs(place)))[0]) * (-1 if place < 0 else 1)
 
 
 def _above(x: float, low: float, high: float, ties: str) -> bool:

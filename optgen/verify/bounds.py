@@ -205,7 +205,7 @@ def _table_bound(fmt: Codebook | Fp8) -> Bound:
     slack = 2 * gap * CELL + EXACT + 8 * ROUNDOFF
     if isinstance(fmt, Fp8):
         slack += value * fmt.scale.excess  # the largest number may become less than the largest float
-    low = fmt.scale.low * (fmt.largest if isinstance(fmt, Fp8) else 1)
+    low = fmt.low * (fmt.largest if isinstance(fmt, Fp8) else 1)
     valid = f"scale <= max(largest |{_what(fmt)}| of the block, {low:.3g}) * (1 + {fmt.scale.excess:.3g})"
     return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, lambda: exactly_rational(value))
 

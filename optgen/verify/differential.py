@@ -394,7 +394,7 @@ def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval |
     blocks = _Blocks(x.shape, fmt.block)
     top = blocks.largest(value.magnitude())
     scale = fmt.scale
-    low, high = scale.low, scale.high
+    low, high = scale.low if isinstance(fmt, Blocked) else fmt.low, scale.high
     if isinstance(fmt, Fp8):
         low, high = low * fmt.largest, min(high * fmt.largest, LARGEST["f32"])
     decoded = top.clamp(min=low) * (1 + scale.excess) * (1 + F32_UNIT)

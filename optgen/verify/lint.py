@@ -181,7 +181,7 @@ def _of_format(fmt: Format, nonneg: bool) -> list[Verdict]:
             out.append(
                 ("L4", "error", f"{fmt.bits}-bit codes under power-of-two scales, to nearest, gain on every step")
             )
-        low = scale.low * reach
+        low = (scale if isinstance(fmt, Blocked) else fmt).low * reach
         if scale.high < HIGH or low > LOW:
             reason = f"its scales cover {low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
             out.append(("L5", "error", reason))
