@@ -127,6 +127,12 @@ def has_small(cell: Cell) -> bool:
     return bool(plan.small_numel and present and storages[0].states != storages[1].states)
 
 
+def within_blocks(plan: str) -> bool:
+    """Whether what a plan keeps of an element depends on its storage block at most, not on its row and column."""
+    found = plan_of(plan)
+    return all(fmt.matrix is None for fmt in (found.signed, found.nonneg, *found.overrides.values()))
+
+
 def has_vector(cell: Cell) -> bool:
     """Whether tensors without rows and columns are stored in another way than those that have them."""
     spec, flags = spec_of(cell.spec), flags_of(cell)

@@ -311,8 +311,8 @@ def decoded(cls: Any, group: dict[str, Any], p: Tensor, entry: dict[str, Any]) -
 
 @case(2)
 def rows_and_columns_of_formats(here: Here) -> None:
-    """Statistics that a format keeps are those of the whole tensor: maxima bit for bit, sums where eager torch has all of
-    it; states saved on two ranks are those of one, and dense ones are refused."""
+    """Statistics that a format keeps are those of the whole tensor: maxima bit for bit, sums where eager torch has all
+    of it; states saved on two ranks are those of one, and dense ones are refused."""
     mesh = here.mesh(here.world)
     for plan, backend in (("lpmm4", here.backend), ("int4_factored_split24", "reference")):
         cls = optgen.compile("adamw", plan, "strict")
