@@ -95,6 +95,11 @@ def _lines(x: Node, lines: tuple[Line, ...], pick: str) -> Node:
     return values[0]
 
 
+def _size(x: Node, law: Law) -> Node:
+    """|x|: no product, or the slopes, some of them 10^6, would be gathered with the reciprocal of a tiny scale."""
+    return ir.op("abs", x) if law.signed else ir.op("max", x, _f(0.0))
+
+
 def lookup(x: Node, law: Law) -> Node:
     """The entry number x of a table with a law."""
     k = ir.op("cast", ir.op("sub", x, _i(law.zero)), attr=dtypes.f32)
@@ -108,7 +113,7 @@ def lookup(x: Node, law: Law) -> Node:
 
 def search(x: Node, law: Law) -> Node:
     """The code of x in a table with a law."""
-    size = _lines(ir.op("abs", x) if law.signed else x, law.search, "min")
+    size = _lines(_size(x, law), law.search, "min")
     if law.least:
         size = ir.op("max", size, _f(float(law.least)))
     k = ir.op("rint", ir.op("min", size, _f(float(law.most))))
@@ -121,7 +126,7 @@ def search(x: Node, law: Law) -> Node:
 
 def place_by_law(x: Node, law: Law) -> Node:
     """The place of x among the entries of a table with a law."""
-    y = _lines(ir.op("abs", x) if law.signed else x, law.place, "min")
+    y = _lines(_size(x, law), law.place, "min")
     if law.least:
         y = ir.op("max", y, _f(float(law.least)))
     y = ir.op("min", y, _f(float(law.most)))
