@@ -325,21 +325,23 @@ def _load_one(
         return None
     try:
         plan_name, plan, variant = select(cls, group, p, label)
-        exact = None if own else foreign.weight(found, p, group.get("master_bytewidth"))
+        errors = None if own else found.get("error_bits")
         found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
     before = len(misfits.lines)
     where = f"{where}, plan {plan_name}"
-    parts = None
-    if sharding.is_sharded(p):
-        try:
+    parts, whole = None, p
+    try:
+        if sharding.is_sharded(p):
             parts = sharding.Parts.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
-        except ValueError as error:
-            misfits.add(f"{where}: {error}")
-            return None
+            errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
+        exact = foreign.weight({"error_bits": errors}, p, group.get("master_bytewidth"))
+    except ValueError as error:
+        misfits.add(f"{where}: {error}")
+        return None
     dense = not own and is_dense(variant, p, found)
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
     for key in sorted(map(str, found.keys() - expected)):
@@ -354,7 +356,10 @@ def _load_one(
             wanted = variant.names if exact is None else (*variant.names, "p")
             made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
             if exact is not None:
-                rounded.append((p, made.pop("p")))
+                shown = made.pop("p")
+                if parts is not None and parts.gathered:  # p is a copy of all of it
+                    p, shown = sharding.local(whole), sharding.part_of(shown, parts.layout)
+                rounded.append((p, shown))
         return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)

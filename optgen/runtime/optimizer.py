@@ -895,8 +895,8 @@ class Optimizer(torch.optim.Optimizer):
         dtype; fp32 loses nothing that the plan can hold.  Other states (moments) stay as they are.
 
         strict   refuse names that are missing or that the model does not have
-        Before the first step the bits wait beside the parameters until that step takes them.  All is checked first:
-        ValueError lists what does not fit, and nothing has changed.
+        Before the first step the bits wait beside the parameters (those of DTensors in their states) until that step
+        takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
         """
         self._refuse_in_evaluation("load_master_state_dict()")
         entries = self._trained_entries()
@@ -909,11 +909,13 @@ class Optimizer(torch.optim.Optimizer):
                 kept = self.state.get(p)
                 if kept:
                     state.check(variant, p, kept, entry.name)
-                ready.append((plan, variant, p, kept, value))
+                ready.append((plan, variant, p, kept, value, entry.group))
             if found.rest:
                 model.load_state_dict(found.rest, strict=False)
-            for one in ready:
-                weights.put(*one)
+            for plan, variant, p, kept, value, group in ready:
+                made = weights.put(plan, variant, p, kept, value, group)
+                if made is not None:
+                    self.state[p] = made
             low_bits.carry(model, model.parameters())
 
     def plans(self) -> dict[Label, str]:
