@@ -33,6 +33,7 @@ from optgen.runtime import (
     sharding,
     shared,
     state,
+    strays,
     weights,
     whole,
 )
@@ -196,6 +197,8 @@ class Optimizer(torch.optim.Optimizer):
         self._release: release.Release | None = None
         self._offload = offload.Offload()
         self._room: Arena | None = None
+        self._strays: int | None = 0
+        """Steps that found no gradient; None: something was said, or there is nothing to say (of a part)."""
 
     def _forget_tables(self) -> None:
         """What kernels read beside the tensors, and the room in which they leave values for one another."""
@@ -419,6 +422,7 @@ class Optimizer(torch.optim.Optimizer):
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
             self._offload.step(self, scaler)
+            self._look_for_strays()
             return
         if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
@@ -427,6 +431,7 @@ class Optimizer(torch.optim.Optimizer):
     def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
         buckets = self._buckets(scaler)
+        self._look_for_strays()
         if not buckets:
             return
         shared.check(buckets)
@@ -462,6 +467,27 @@ class Optimizer(torch.optim.Optimizer):
         if all(ready.tables is not None for ready in prepared):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
+
+    def _look_for_strays(self) -> None:
+        """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
+        if self._strays is None:
+            return
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        trained = sum(p.grad is not None for p in params)
+        if trained == len(params):
+            return
+        del params
+        said = ""
+        if places := set(strays.found(self.param_groups, self._dtypes, self.state)):
+            labels = [state.label(e.p, e.name) for e in self._entries() if e.position in places]
+            said = strays.nothing_refers(type(self).__name__, labels, trained)
+        elif not trained and not self.state:
+            self._strays += 1
+            if self._strays == strays.IDLE:
+                said = strays.never_a_gradient(type(self).__name__, sum(len(g["params"]) for g in self.param_groups))
+        if said:
+            self._strays = None
+            warnings.warn(said, stacklevel=3)
 
     def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""
