@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver import emit, explain
+from optgen.driver import emit, explain, targets
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, floats, linear, scales, softsign
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
@@ -26,9 +26,11 @@ from optgen.runtime import checkpoint, layout, native
 from optgen.verify import bounds, lint
 from optgen.verify.bounds import ROUNDOFF, one_step_bound
 from optgen.verify.certificate import certify
+from optgen.verify.differential import Trial
+from optgen.verify.intervals import FAST
 from specs import plans
 from specs.adamw import adamw
-from tests import oracles
+from tests import harness, oracles
 
 NEAREST = Rank1(4, linear, rounding="nearest")
 
@@ -484,3 +486,25 @@ def test_explain_says_why_there_are_two_sweeps(tmp_path: Path) -> None:
     rows = {row.name: row for row in explain.explain(adamw, plans.lpmm4_factor).memory}
     assert rows["exp_avg_sq"].bytes == 0
     assert rows["exp_avg_sq"].error == explain.NONE
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("plan", ["lpmm4", "int4_factored_split24"])
+def test_fast_maths_is_within_its_bound_of_the_oracle(plan: str) -> None:
+    """Compiled kernels, from what is kept before each step, on a matrix with lines of zeros and on a stack."""
+    cls, found = compiled(adamw, plan), harness.plan_of(plan)
+    for shape in ((70, 90), (3, 40, 50)):
+        draw = torch.Generator().manual_seed(7)
+        trial = Trial(
+            cls, adamw, torch.randn(shape, generator=draw), dtype=torch.bfloat16, plan=plan, backend="cpp", model=FAST,
+            options={"lr": 1e-2},
+        )  # fmt: skip
+        storage = trial.storage(found, targets.recurrences_of(adamw, tuple(sorted(trial.flags.items()))))
+        gradients = []
+        for k in range(4):
+            g = torch.randn(shape, generator=draw) * 10.0 ** (-2 * k)
+            g[..., 3, :] = 0
+            gradients.append(g.bfloat16())
+        report = trial.check_steps(storage, gradients)
+        assert report.ok, [report.worst[name] for name in report.broken]
+        assert report.claimed == 1
