@@ -46,7 +46,7 @@ def test_dynamic_maps_are_those_of_the_packages(signed: bool, bits: int) -> None
     from torchao.optim.quant_utils import create_dynamic_map
 
     ours, theirs = f32(codebooks.dynamic(signed, bits)), f32(create_dynamic_map(signed, bits - 1, bits))
-    assert int((ours.view(torch.int32) - theirs.view(torch.int32)).abs().max()) <= (0 if WIDE else 3)
+    assert int((ours.view(torch.int32) - theirs.view(torch.int32)).abs().max()) <= (0 if WIDE else 2)
     if bits == 8:
         from bitsandbytes.functional import create_dynamic_map as of_bitsandbytes
 
@@ -122,6 +122,21 @@ def quantized_by_torchao(x: Tensor, fmt: Codebook | Fp8) -> tuple[Tensor, Tensor
     number, scale = quant_utils.scale_tensor(x, fmt.block)
     quantize = quant_utils.quantize_8bit_with_qmap if fmt.bits == 8 else quant_utils.quantize_4bit_with_qmap
     return quantize(number, f32(fmt.table)), scale
+
+
+@pytest.mark.parametrize(("signed", "code", "kept"), [(True, 131, 2.125e-5), (False, 7, 1.5625e-5)])
+def test_bitsandbytes_on_cpus_does_not_keep_zero(signed: bool, code: int, kept: float) -> None:
+    """Why its kernels are not what codes are compared with: what docs/peers.md says of them is so."""
+    import bitsandbytes  # noqa: F401
+
+    x = torch.zeros(1, 256)
+    x[0, 0] = 1.0
+    table = f32(codebooks.dynamic(signed))
+    codes, _ = torch.ops.bitsandbytes.quantize_blockwise(x, table, 256)
+    assert int(codes[0, 1]) == code
+    assert float(table[code]) == pytest.approx(kept)
+    fmt: Any = plans.bnb8.signed if signed else plans.bnb8.nonneg
+    assert float(fmt.decode(fmt.encode(x[:, None]))[0, 0, 1]) == 0
 
 
 PEERS: dict[str, tuple[Plan, Callable[..., tuple[Tensor, Tensor]]]] = {

@@ -298,7 +298,7 @@ def registers(schedule: Schedule) -> int | None:
     if max(tables, default=0) > 32:
         return None
     if tables or "table" in schedule.program.rules:
-        most = max(most, 104)
+        most = max(most, 96)
     # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
     most += 16 * (len([b for b in buffers if b.dtype.packed]) > len({b.owner for b in buffers if b.dtype.packed}))
     return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
