@@ -154,6 +154,10 @@ def matrix_of(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Matrix
     return storage.matrix
 
 
+def _replacing(old: Node, new: Node) -> Rewriter:
+    return Rewriter(lambda node: new if node is old else node)
+
+
 def _with_kept(
     storage: Storage, weight: Node, states: Mapping[str, Node], body: list[Let]
 ) -> tuple[Node, dict[str, Node], list[Let]]:
@@ -164,7 +168,7 @@ def _with_kept(
             continue
         value = new[name]
         kept = fmt.decode(fmt.encode(Value(value))).node
-        rewrite = Rewriter(lambda node, value=value, kept=kept: kept if node is value else node)  # type: ignore[misc]
+        rewrite = _replacing(value, kept)
         weight = rewrite(weight)
         new = {k: v if k == name else rewrite(v) for k, v in new.items()}
         at = max((i + 1 for i, let in enumerate(lets) if let.node is value), default=len(lets))
