@@ -198,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
         self._offload = offload.Offload()
         self._room: Arena | None = None
         self._strays: int | None = 0
-        """Steps that found no gradient; None: something was said, or there is nothing to say (of a part)."""
+        """Steps in a row that found no gradient; None: something was said, or there is nothing to say (of a part)."""
 
     def _forget_tables(self) -> None:
         """What kernels read beside the tensors, and the room in which they leave values for one another."""
@@ -421,8 +421,8 @@ class Optimizer(torch.optim.Optimizer):
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
-            self._offload.step(self, scaler)
             self._look_for_strays()
+            self._offload.step(self, scaler)
             return
         if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
@@ -430,8 +430,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
-        buckets = self._buckets(scaler)
         self._look_for_strays()
+        buckets = self._buckets(scaler)
         if not buckets:
             return
         shared.check(buckets)
@@ -472,19 +472,14 @@ class Optimizer(torch.optim.Optimizer):
         """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
         if self._strays is None:
             return
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        trained = sum(p.grad is not None for p in params)
-        if trained == len(params):
-            return
-        del params
-        said = ""
-        if places := set(strays.found(self.param_groups, self._dtypes, self.state)):
-            labels = [state.label(e.p, e.name) for e in self._entries() if e.position in places]
-            said = strays.nothing_refers(type(self).__name__, labels, trained)
-        elif not trained and not self.state:
-            self._strays += 1
-            if self._strays == strays.IDLE:
-                said = strays.never_a_gradient(type(self).__name__, sum(len(g["params"]) for g in self.param_groups))
+        owner, said = type(self).__name__, ""
+        found = strays.look(self.param_groups, self._dtypes, self.state)
+        self._strays = 0 if found.trained else self._strays + 1
+        if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
+            labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
+            said = strays.nothing_refers(owner, labels, found.trained)
+        elif self._strays == strays.IDLE and not self.state:
+            said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
         if said:
             self._strays = None
             warnings.warn(said, stacklevel=3)
