@@ -358,11 +358,13 @@ class Optimizer(torch.optim.Optimizer):
             _, plan, usual = checkpoint.select(cls, group, p, name)
             sometimes = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
             if usual.needs_matrix or plans.at_step(plan, usual, sometimes).needs_matrix:
-                label = state.label(p, name)
-                raise ValueError(
-                    f"{cls.__name__}: {label} has no rows and columns, whose statistics this rule needs; "
-                    f"give such parameters to another optimizer"
-                )
+                raise self._no_matrix(p, name)
+
+    def _no_matrix(self, p: Tensor, name: Label) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: {state.label(p, name)} has no rows and columns, whose statistics this rule needs; "
+            f"give such parameters to another optimizer"
+        )
 
     def _refuse_layouts(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
         """ValueError for a parameter of several ranks whose parts no kernel can update."""
@@ -603,6 +605,9 @@ class Optimizer(torch.optim.Optimizer):
         if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
             return []
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
+        for b, i in fresh:  # thawed since it was given
+            if b.variant.needs_matrix and len(b.params[i].shape) < 2:
+                raise self._no_matrix(b.params[i], b.names[i])
         whole.collect(buckets.values())
         arenas = self._arenas(fresh)
         groups = self.param_groups
