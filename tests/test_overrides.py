@@ -100,7 +100,7 @@ def test_a_rule_holds_for_what_it_names_and_nothing_else(kind: str, named: bool)
     model = net()
     key, wanted = RULES[kind]
     params = model.named_parameters() if named else model.parameters()
-    opt = AdamW(params, plan="int8_split24", overrides={key(model): "fp32"}, model=model)
+    opt = AdamW(params, plan="int8_split24", overrides={key(model): "fp32"}, module=model)
     train(opt, model, 1)
     names = [name for name, _ in model.named_parameters()]
     found = in_fp32(opt) if named else {names[int(i)] for i in in_fp32(opt)}
@@ -171,14 +171,14 @@ def test_the_step_is_that_of_the_plan_it_names() -> None:
 def test_a_rule_that_means_nothing_is_refused(key: Any, said: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=re.escape(said)):
-        AdamW(model.named_parameters(), overrides={key: "fp32"}, model=model)
+        AdamW(model.named_parameters(), overrides={key: "fp32"}, module=model)
 
 
 def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
     model = net()
     with pytest.raises(ValueError, match=r"the parameters have none: give model.named_parameters\(\)"):
         AdamW(model.parameters(), overrides={"embed": "fp32"})
-    with pytest.raises(ValueError, match=r"LayerNorm is a class of modules.*AdamW\(..., model=model\)"):
+    with pytest.raises(ValueError, match=r"LayerNorm is a class of modules.*AdamW\(..., module=model\)"):
         AdamW(model.named_parameters(), overrides={nn.LayerNorm: "fp32"})
     with pytest.raises(ValueError, match="no plan `fp23`"):
         AdamW(model.named_parameters(), overrides={"embed": "fp23"})
@@ -188,15 +188,15 @@ def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
         AdamW(model.named_parameters(), overrides={3: "fp32"})
     with pytest.raises(TypeError, match="overrides must be a dict"):
         AdamW(model.named_parameters(), overrides="fp32")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or None, got list"):
-        AdamW(model.named_parameters(), overrides={"embed": "fp32"}, model=[])
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.Module or None, got list"):
+        AdamW(model.named_parameters(), overrides={"embed": "fp32"}, module=[])
 
 
 def test_a_frozen_part_of_the_model_is_no_mistake() -> None:
     model = net()
     model.embed.weight.requires_grad_(False)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    opt = AdamW(trained, overrides={"embed": "fp32", nn.LayerNorm: "fp32"}, model=model)
+    opt = AdamW(trained, overrides={"embed": "fp32", nn.LayerNorm: "fp32"}, module=model)
     train(opt, model, 1)
     assert in_fp32(opt) == SMALL
 
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_matched_by_name_and_by_position() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         back.load_state_dict(saved)
-        unnamed = AdamW(model.parameters(), overrides=MIXED, model=model)
+        unnamed = AdamW(model.parameters(), overrides=MIXED, module=model)
         unnamed.load_state_dict(saved)
     assert back.plans() == opt.plans() == unnamed.plans()
     for p in model.parameters():

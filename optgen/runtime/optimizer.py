@@ -136,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
     overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
               or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
               less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
-    model     the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
+    module    the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
               names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
@@ -167,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         plan: PlanOption = None,
         overrides: rules.Given = None,
-        model: torch.nn.Module | None = None,
+        module: torch.nn.Module | None = None,
         backend: str = "auto",
         seed: int = 0,
         foreach: bool | None = None,
@@ -181,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
         asked["differentiable"] = differentiable
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
-        self._rules = rules.Rules(type(self), overrides, model)
+        self._rules = rules.Rules(type(self), overrides, module)
         super().__init__(params, defaults)
         if self._rules.rules:
             labels = [entry.name for entry in self._entries()]

@@ -73,7 +73,7 @@ class Rule:
             if not has_model:
                 raise ValueError(
                     f"{owner}: overrides: {key.__name__} is a class of modules, and parameters do not say in which "
-                    f"modules they are: give the model as well, {owner}(..., model=model)"
+                    f"modules they are: give the model as well, {owner}(..., module=model)"
                 )
         else:
             raise TypeError(
@@ -108,7 +108,7 @@ class Rules:
     def __init__(self, cls: type, given: Given = None, model: nn.Module | None = None) -> None:
         owner = cls.__name__
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"{owner}: model must be a torch.nn.Module or None, got {type(model).__name__}")
+            raise TypeError(f"{owner}: module must be a torch.nn.Module or None, got {type(model).__name__}")
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"{owner}: overrides must be a dict such as {{'*embed*': 'fp32'}}, or None, got {given!r:.80}"
@@ -179,7 +179,7 @@ class Rules:
         if isinstance(rule.key, str) and not names:
             raise ValueError(
                 f"{self.owner}: overrides: {rule} is a pattern of names, and the parameters have none: give "
-                f"model.named_parameters(), or the model as well, {self.owner}(..., model=model)"
+                f"model.named_parameters(), or the model as well, {self.owner}(..., module=model)"
             )
         close = difflib.get_close_matches(rule.key, names, n=1) if isinstance(rule.key, str) else []
         guess = f"; did you mean {close[0]!r}?" if close else ""
