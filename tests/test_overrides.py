@@ -510,3 +510,20 @@ def test_the_stable_embedding_takes_the_place_of_an_embedding() -> None:
     assert torch.equal(made.norm.weight, torch.ones(16)) and made.weight.abs().max() <= (6 / 25) ** 0.5
     with pytest.raises(ValueError, match="sparse must be False"):
         optgen.StableEmbedding(9, 16, sparse=True)
+
+
+def test_steps_that_are_counted_on_the_device_have_the_same_bits() -> None:
+    """In Triton's interpreter: one launch for each plan."""
+    rules = {"a": "split32", "b": "bf16_sr"}
+
+    def trained(capturable: bool) -> list[Tensor]:
+        source = torch.Generator().manual_seed(0)
+        params = {k: nn.Parameter(torch.randn(3, 5, generator=source).bfloat16()) for k in "abc"}
+        opt = AdamW(params.items(), lr=1e-2, overrides=rules, backend="triton", capturable=capturable)
+        for _ in range(2):
+            for p in params.values():
+                p.grad = torch.randn(p.shape, generator=source).bfloat16()
+            opt.step()
+        return [p.detach() for p in params.values()]
+
+    assert all(same_bits(p, q) for p, q in zip(trained(False), trained(True), strict=True))
