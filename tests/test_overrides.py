@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -527,3 +528,25 @@ def test_steps_that_are_counted_on_the_device_have_the_same_bits() -> None:
         return [p.detach() for p in params.values()]
 
     assert all(same_bits(p, q) for p, q in zip(trained(False), trained(True), strict=True))
+
+
+def test_nothing_of_the_model_is_kept_alive() -> None:
+    model = net()
+    head, watched = model.head.weight, weakref.ref(model.norm)
+    params = [p for name, p in model.named_parameters() if not name.startswith("norm")]
+    opt = AdamW(params, overrides={model.head: "fp32", nn.Linear: "fp32", model.norm: "fp32"}, module=model)
+    del model
+    gc.collect()
+    assert watched() is None
+    assert [plan for plan in opt.plans().values() if "fp32" in plan] == ["int8_split24 (fp32 states)"] * 2
+    opt.add_param_group({"params": [nn.Parameter(head.detach().clone())]})
+    assert opt.plans()[3] == "int8_split24"
+
+
+def test_memory_says_what_each_plan_takes() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 128, bias=False), "b": nn.Linear(64, 64, bias=False)}).bfloat16()
+    text = str(AdamW(model.named_parameters(), overrides={"b": "fp32"}).memory())
+    assert "2 tensors, 12,288 elements, plan int8_split24, int8_split24 (fp32 states)\n" in text
+    # 2 bytes of the weight, 1 of its low bits, 1 for each moment; 64 elements share 4 bytes.  8 bytes in fp32.
+    assert "\n  int8_split24: 1 tensor, 8,192 elements, 5.0625 bytes each\n" in text
+    assert text.endswith("\n  int8_split24 (fp32 states): 1 tensor, 4,096 elements, 11.0000 bytes each")
