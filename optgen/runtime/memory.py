@@ -76,10 +76,8 @@ class Memory:
             table.append(f"  {name:<{width}}  {human(size):>10}  {per:8.4f} bytes per element")
         for plan in plans if len(plans) > 1 else ():
             part = Memory(tuple(p for p in self.parameters if p.plan == plan))
-            count = len(part.parameters)
-            table.append(
-                f"  {plan}: {count} tensor{'s' * (count > 1)}, {part.numel:,} elements, {part.per_element:.4f} bytes each"
-            )
+            tensors = f"{len(part.parameters)} tensor{'s' * (len(part.parameters) > 1)}"
+            table.append(f"  {plan}: {tensors}, {part.numel:,} elements, {part.per_element:.4f} bytes each")
         return "\n".join(table)
 
 
