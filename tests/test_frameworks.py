@@ -214,9 +214,10 @@ def test_gradient_release_in_plain_torch() -> None:
     assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
 
 
-def test_data_parallel_by_torchrun() -> None:
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_data_parallel_by_torchrun(way: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "distributed.py"), "--steps", "3", "--way", "ddp"]
+    command += [str(ROOT / "examples" / "distributed.py"), "--steps", "3", "--way", way]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -431,6 +431,8 @@ def _grouped(found: Source, params: Sequence[Tensor]) -> list[dict[str, Any]]:
         part = params[start:end]
         names = group.get("param_names")
         made.append({"params": list(zip(names, part, strict=True)) if names else list(part)})
+        if group.get("overrides"):
+            made[-1]["overrides"] = group["overrides"]
         start = end
     return made
 
@@ -447,7 +449,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
     try:
         opt = cls(_grouped(found, params), plan=plan)
         seeds = [{"seed": g["seed"]} if "seed" in g else {} for g in found.groups]
-        dropped = {"plan", "seed", "backend", "format"}
+        dropped = {"plan", "overrides", "seed", "backend", "format"}
         numbers = iter(range(len(params)))
         groups = [
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}
@@ -458,9 +460,10 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
         raise _refuse(source, str(error)) from error
     for group, seed in zip(opt.param_groups, seeds, strict=True):
         group.update(seed)
-    for p, q in zip(found.parameters, params, strict=True):
+    for number, (p, q) in enumerate(zip(found.parameters, params, strict=True)):
         group = next(g for g in opt.param_groups if any(q is x for x in g["params"]))
-        owned = any(f.owner == "p" for f in checkpoint.select(cls, group, q)[2].fields)
+        name = number if "param_names" not in group else p.name
+        owned = any(f.owner == "p" for f in checkpoint.select(cls, group, q, name)[2].fields)
         if p.weight is None and owned and q in opt.state:
             raise _refuse(
                 source,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from optgen.runtime import alone, checkpoint, control, sharding, state
+from optgen.runtime import alone, checkpoint, control, low_bits, sharding, state
 from optgen.runtime.arena import LINE
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Chunk:
             self.groups.append({"params": [t for t, _ in inside], "param_names": [name for _, name in inside]})
         self.stepper = alone.part(optimizer, self.groups)
         groups, cls = optimizer.param_groups, type(optimizer)
-        variants = [checkpoint.select(cls, groups[m.number], m.p)[2] for m in members]
+        variants = [checkpoint.select(cls, groups[m.number], m.p, m.name)[2] for m in members]
         self.stored = frozenset(f.name for variant in variants for f in variant.fields)
 
     def open(self, optimizer: Optimizer) -> None:
@@ -151,6 +151,8 @@ class Chunk:
         kept: dict[Any, Any] = {}
         for m, twin in zip(self.members, self.twins, strict=True):
             state.settle(m.p, torch.device("cpu") if self.hosted else None)
+            if self.hosted and low_bits.ATTRIBUTE in m.p.__dict__:  # its state, made from the twin, takes them
+                setattr(twin, low_bits.ATTRIBUTE, m.p.__dict__[low_bits.ATTRIBUTE])
             entry = optimizer.state.get(m.p)
             if entry:
                 here = state.home(m.p)
@@ -171,6 +173,7 @@ class Chunk:
             made = self.stepper.state.get(twin)
             if made is not None and optimizer.state.get(m.p) is not made:
                 optimizer.state[m.p] = made
+                low_bits.drop(m.p)
 
 
 class Crew:
@@ -346,7 +349,8 @@ class Offload:
 
 def needs_model(optimizer: Optimizer, member: Member) -> bool:
     """Whether a parameter's update needs sums over the model, at any step."""
-    _, plan, variant = checkpoint.select(type(optimizer), optimizer.param_groups[member.number], member.p)
+    group = optimizer.param_groups[member.number]
+    _, plan, variant = checkpoint.select(type(optimizer), group, member.p, member.name)
     found = [v for v in plan.VARIANTS if v.param == variant.param]
     return any(v.model_temps or any(f.space == "model" for f in v.fields) for v in found)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import alone, options, plans, sharding, state
+from optgen.runtime import alone, checkpoint, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 
@@ -80,7 +80,7 @@ class One:
             group["params"] = [self.p]
             group["param_names"] = [self.name]
         alone.take_over(theirs, group)
-        flags = (group["plan"], options.flags_of(type(optimizer), group, tuple(self.p.shape)))
+        flags = (group["plan"], group.get("overrides"), options.flags_of(type(optimizer), group, tuple(self.p.shape)))
         if flags != self.flags:
             self.variant = refuse_sums(optimizer, group, self.p, self.name)
             self.flags = flags
@@ -101,9 +101,7 @@ def _give_room(optimizer: Optimizer, ones: Iterable[One]) -> None:
 def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> Variant:
     """The parameter's variant; ValueError where its rule needs other parameters' gradients."""
     cls = type(optimizer)
-    plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
-    flags = options.flags_of(cls, group, tuple(p.shape))
-    variant = plans.variant(plan, p.dtype, p.numel() < plans.small_numel(plan), flags)
+    _, plan, variant = checkpoint.select(cls, group, p, name)
     often = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
     for v in (variant, plans.at_step(plan, variant, often)):
         if v.model_temps or any(f.space == "model" for f in v.fields):
