@@ -1,7 +1,7 @@
 """What is said of the formats' errors holds: on a stream made here, and in the committed tables of real gradients.
 
-Held are ratios between plans on the same stream.  The stream made here is harder than real ones: the elements of a block
-differ by more, and more from step to step.  Targets for real gradients were set before they were measured.
+Held are ratios between plans on the same stream.  The stream made here is harder than real ones: the elements of a
+block differ by more, and more from step to step.
 """
 
 from __future__ import annotations

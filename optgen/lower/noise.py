@@ -43,7 +43,7 @@ def _i32(x: int) -> int:
 
 
 def places(shares: Iterable[tuple[int, int]]) -> int:
-    """What a step's place in its window is multiplied with to stand at the top of each field (shift, bits) of a word."""
+    """What a step's place in its window is multiplied with to stand on top of each field (shift, bits) of a word."""
     return sum(1 << (shift + bits - PLACE) for shift, bits in shares if bits >= PLACE)
 
 
