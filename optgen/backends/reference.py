@@ -75,6 +75,10 @@ def _block(name: str) -> Spelling:
     return lambda p, n: (f"{name}({p.text(n.args[0])}, b.live)", ATOM)
 
 
+def _table(p: Printer, n: Node) -> Text:
+    return f"{n.op}({p.text(n.args[0])}, {n.attr})", ATOM
+
+
 def _called(p: Printer, n: Node) -> Text:
     """A function of whole matrices: of what is kept in memory, in place."""
     x = n.args[0].args[0]
@@ -127,6 +131,8 @@ SPELL: dict[str, Spelling] = {
     "block_max": _block("block_max"),
     "block_min": _block("block_min"),
     "call": _called,
+    "lookup": _table,
+    "search": _table,
     "extent": lambda p, n: (f'b.extent("{n.attr}")', ATOM),
 }
 
@@ -268,6 +274,15 @@ def encode_function(schedule: Schedule, function: str) -> list[str]:
     return [*out, "    return {", *(f"        {r}," for r in results), "    }"]
 
 
+def tables(schedules: list[Schedule]) -> list[str]:
+    """What the functions of these schedules look things up in: a tuple of numbers for each table, lines of text."""
+    nodes = [n for s in schedules for n in postorder(s.program.roots()) if n.op in ("lookup", "search")]
+    lines: list[str] = []
+    for name, table in sorted({str(n.attr): n.attr for n in nodes}.items()):
+        lines += wrapped(f"{name} = (", [repr(x) for x in table.values], ")")
+    return lines
+
+
 def needs(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.eager."""
     names = {"Blocks"}
@@ -283,7 +298,7 @@ def needs(schedules: list[Schedule]) -> list[str]:
         for n in postorder(s.program.roots()):
             if n.op in ("block_max", "block_min"):
                 names.add(n.op)
-            if n.op in ("sqrt", "rotl"):
+            if n.op in ("sqrt", "rotl", "lookup", "search"):
                 names.add(n.op)
             if n.op == "div" and n.args[0].op == "const":
                 names.add("quotient")
