@@ -257,10 +257,12 @@ def test_stochastic_rounding_is_unbiased(fmt: Any) -> None:
     x = torch.zeros(200, 1, 16)
     x[:, 0, 0], x[:, 0, 1] = 1.0, torch.linspace(low, 1, 200)
     x[:, 0, 2] = f32(fmt.table)[torch.arange(200) % len(fmt.table)] if isinstance(fmt, Codebook) else 0.25
-    total, words = torch.zeros(200, 2, dtype=torch.float64), 1 << fmt.noise_bits
-    for word in range(words):
-        read = fmt.decode(fmt.encode(x, noise=Noise(f32(word).int().expand(x.shape), 0, fmt.noise_bits)))[:, 0, 1:3]
-        total += read.double()
+    total, words, some = torch.zeros(200, 2, dtype=torch.float64), 1 << fmt.noise_bits, 128
+    for first in range(0, words, some):  # a row of blocks for each word
+        word = torch.arange(first, first + some, dtype=torch.int32)[:, None, None].expand(some, 200, 16)
+        block = x.view(1, 200, 16).expand(some, 200, 16)
+        read = fmt.decode(fmt.encode(block, noise=Noise(word, 0, fmt.noise_bits)))[..., 1:3]
+        total += read.double().sum(0)
     cell = one_step_bound(fmt).value * (1 + fmt.scale.excess)
     assert float((total[:, 0] / words - x[:, 0, 1]).abs().max()) <= cell * 2.0**-12
     # What is an entry stays one: its mean over 4096 draws has no error but that of the scale's own rounding.
@@ -269,15 +271,15 @@ def test_stochastic_rounding_is_unbiased(fmt: Any) -> None:
 
 
 ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
-SHAPES = [(), (1,), (63,), (257,), (16, 64), (5, 70), (3, 320)]
+SHAPES = [(), (1,), (257,), (5, 70), (3, 320)]
 WILD = tuple(sorted({0.0, 1.0, *[((i * 7919) % 251 - 125) / 126 for i in range(40)]}))
 BUILT = {
     name: PEERS[name][0] for name in ("bnb8", "torchao4", "torchao_fp8")
 } | {
     "dynamic_stochastic": Plan(
         "Repaired maps.", name="dynamic_stochastic", forced="a test",
-        signed=Codebook(codebooks.dynamic(one=False), 8, 64, ue8m8, rounding="stochastic", relative=True),
-        nonneg=Codebook(codebooks.dynamic(False, zero=False), 8, 64, ue8m8, rounding="stochastic"),
+        signed=Codebook(codebooks.dynamic(True, 5, one=False), 5, 64, ue8m8, rounding="stochastic", relative=True),
+        nonneg=Codebook(codebooks.dynamic(False, 6, zero=False), 6, 64, ue8m8, rounding="stochastic"),
     ),
     "tables": Plan(
         "Tables without a law.", name="tables", forced="a test",
@@ -298,7 +300,9 @@ def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
     spec = harness.spec_of("adamw")
     pair = harness.Pair(spec, harness.schedule(spec, BUILT[name], "bfloat16", "strict"), tmp_path)
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    sets = ISAS if native.compiler() else []
+    # Tables take gathers, which each instruction set has its own of; the rest is what other formats are made of.
+    sets = ISAS if name in ("bnb8", "tables") else ISAS[-1:]
+    sets = sets if native.compiler() else []
     for shape in SHAPES:
         weight = torch.randn(shape, generator=draw)
         kept = [pair.buffers(shape, weight) for _ in range(2 + len(sets))]

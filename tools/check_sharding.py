@@ -567,7 +567,7 @@ def keeps_what_matters(here: Here) -> None:
     # 97 * 130 elements in all, half of them here
     options = {"lr": 1e-2, "plan": "int8_split24", "backend": here.backend}
     rules: dict[Any, str] = {nn.LayerNorm: "bf16_sr", "numel >= 12610": "split32"}
-    opt, other = (generated.AdamW(m.named_parameters(), overrides=rules, model=m, **options) for m in (model, alone))
+    opt, other = (generated.AdamW(m.named_parameters(), overrides=rules, module=m, **options) for m in (model, alone))
     assert opt.plans() == other.plans()
     assert opt.plans()["embed.weight"] == "int8_split24 (fp32 states)"
     assert opt.plans()["body.weight"] == "split32" and opt.plans()["norm.bias"] == "bf16_sr"

@@ -26,6 +26,9 @@ from optgen.runtime.records import dtype_name, dtype_of
 TORCH = "torch"
 """The target that is no plan: torch.optim's own form."""
 
+MODEL = ("model", "state_dict", "model_state_dict")
+"""Under which of these training scripts save a model's state dict beside the optimizer's."""
+
 
 @dataclass
 class Checked:
@@ -264,7 +267,7 @@ def _read(file: Path, spec: str | None, weights: str | None) -> tuple[Source, st
     groups = [dict(g) for g in saved["param_groups"]]
     numbers = [n for g in groups for n in g["params"]]
     entries = {i: saved["state"].get(n) or {} for i, n in enumerate(numbers)}
-    model = content.get("model") if saved is not content else None
+    model = _model_in(content) if saved is not content else None
     if weights is not None:
         model = _load_weights(_there(weights))
     parameters = _parameters(groups, entries, about, model, file)
@@ -288,16 +291,21 @@ def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 
 
 def _load_weights(file: Path) -> dict[str, Any]:
-    """A model's state dict: alone in a file, or as `model` or `state_dict` in one."""
+    """A model's state dict: alone in a file, or under one of `MODEL` in one."""
     if file.suffix == ".safetensors":
         found: dict[str, Any] = files.tensors_of(file)
         return found
     content = _load(file)
-    for key in ("model", "state_dict"):
+    part = _model_in(content)
+    return content if part is None else part
+
+
+def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    for key in MODEL:
         part = content.get(key)
-        if isinstance(part, Mapping) and part:
+        if isinstance(part, Mapping) and part and not _is_state_dict(part):
             return dict(part)
-    return content
+    return None
 
 
 def _parameters(

@@ -38,7 +38,14 @@ def _say_the_version(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[di
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version,)
+def _plans_of_single_parameters(
+    group: dict[str, Any], entries: dict[Any, Any]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """1 -> 2: the same; since then a group may have "overrides", which version 1 would not see."""
+    return group, entries
+
+
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
