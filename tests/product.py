@@ -200,6 +200,7 @@ def build(cell: Cell) -> Built:
     lines = ["import torch", f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}"]
     lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
     lines += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
+    lines += reference.tables(schedules)
     lines += reference.step_function(compiled.strict, "step")
     lines += reference.decode_function(compiled.decode, "decode")
     lines += reference.encode_function(compiled.encode, "encode")

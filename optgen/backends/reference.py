@@ -8,6 +8,7 @@ from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, n
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
 from optgen.ops import spaces
+from optgen.ops.dtypes import i32
 from optgen.ops.spaces import Space
 
 
@@ -35,6 +36,13 @@ def _div(p: Printer, n: Node) -> Text:
     if x.op == "const":
         return p.call("quotient", x, y)
     return f"{p.text(x, 20)} / {p.text(y, 21)}", 20
+
+
+def _mul(p: Printer, n: Node) -> Text:
+    text = f"{p.text(n.args[0], 20)} * {p.text(n.args[1], 21)}"
+    if n.dtype is i32 and n.space == spaces.host:  # of plain ints, which do not wrap around by themselves
+        return f"(({text} + 2**31 & 2**32 - 1) - 2**31)", ATOM
+    return text, 20
 
 
 def _sign(p: Printer, n: Node) -> Text:
@@ -65,6 +73,10 @@ def _method(name: str) -> Spelling:
 
 def _block(name: str) -> Spelling:
     return lambda p, n: (f"{name}({p.text(n.args[0])}, b.live)", ATOM)
+
+
+def _table(p: Printer, n: Node) -> Text:
+    return f"{n.op}({p.text(n.args[0])}, {n.attr})", ATOM
 
 
 def _called(p: Printer, n: Node) -> Text:
@@ -108,6 +120,7 @@ SPELL: dict[str, Spelling] = {
     "rint": _method("round"),
     "max": _limit("max"),
     "min": _limit("min"),
+    "mul": _mul,
     "div": _div,
     "sign": _sign,
     "where": _where,
@@ -118,6 +131,8 @@ SPELL: dict[str, Spelling] = {
     "block_max": _block("block_max"),
     "block_min": _block("block_min"),
     "call": _called,
+    "lookup": _table,
+    "search": _table,
     "extent": lambda p, n: (f'b.extent("{n.attr}")', ATOM),
 }
 
@@ -259,6 +274,15 @@ def encode_function(schedule: Schedule, function: str) -> list[str]:
     return [*out, "    return {", *(f"        {r}," for r in results), "    }"]
 
 
+def tables(schedules: list[Schedule]) -> list[str]:
+    """What the functions of these schedules look things up in: a tuple of numbers for each table, lines of text."""
+    nodes = [n for s in schedules for n in postorder(s.program.roots()) if n.op in ("lookup", "search")]
+    lines: list[str] = []
+    for name, table in sorted({str(n.attr): n.attr for n in nodes}.items()):
+        lines += wrapped(f"{name} = (", [repr(x) for x in table.values], ")")
+    return lines
+
+
 def needs(schedules: list[Schedule]) -> list[str]:
     """Names to import from optgen.runtime.eager."""
     names = {"Blocks"}
@@ -274,7 +298,7 @@ def needs(schedules: list[Schedule]) -> list[str]:
         for n in postorder(s.program.roots()):
             if n.op in ("block_max", "block_min"):
                 names.add(n.op)
-            if n.op in ("sqrt", "rotl"):
+            if n.op in ("sqrt", "rotl", "lookup", "search"):
                 names.add(n.op)
             if n.op == "div" and n.args[0].op == "const":
                 names.add("quotient")

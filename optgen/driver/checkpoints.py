@@ -163,6 +163,7 @@ class Source:
     states: dict[int, dict[str, Any]]
     model: dict[str, Any] | None = None
     extra: Any = None
+    coded: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # as they were, of packages whose codes may stay
 
 
 def convert(
@@ -411,6 +412,8 @@ def _decode_foreign(found: Source, rule: str, saved: Mapping[str, Any], entries:
                 exact = foreign.weight(entry, p.weight, widths[i])
                 p.weight = p.weight if exact is None else exact
             found.states[i] = foreign.dense(entry, states, p.shape or ())
+            if foreign.codes(entry, states):
+                found.coded[i] = entry
         except ValueError as error:
             raise _refuse(file, f"parameter {p.name or i}: {error}") from error
     known = {"params", "param_names", "maximize", "initial_lr"}
@@ -463,7 +466,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}
             for g in found.groups
         ]
-        opt.load_state_dict({"state": found.states, "param_groups": groups})
+        opt.load_state_dict({"state": {**found.states, **found.coded}, "param_groups": groups})
     except (TypeError, ValueError) as error:
         raise _refuse(source, str(error)) from error
     for group, seed in zip(opt.param_groups, seeds, strict=True):

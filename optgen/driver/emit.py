@@ -258,6 +258,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             "reference.py.j2",
             header=head["reference"],
             names=reference.needs(schedules),
+            tables=reference.tables(schedules),
             functions=steps.functions + codecs.functions,
         ),
         "triton_kernels.py": wrapper.render(

@@ -1,10 +1,12 @@
 """Storage formats, master weights and plans: `from optgen.formats import Plan, Blocked, softsign, ...`."""
 
-from optgen.formats import companders, floats, masters, scales
+from optgen.formats import codebooks, companders, floats, masters, scales
 from optgen.formats.blocked import Blocked
+from optgen.formats.codebook import Codebook
 from optgen.formats.companders import Compander, compander, linear, log, power, root, softsign
 from optgen.formats.floats import Float, bf16, f16, f32
 from optgen.formats.format import Field, Format, Master, Noise
+from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
@@ -12,12 +14,14 @@ from optgen.formats.scales import Scale, bf16_up, e8m0, fp16, fp32, ue7m9, ue8m8
 
 __all__ = [
     "Blocked",
+    "Codebook",
     "Compander",
     "Copy",
     "Ecc8",
     "Field",
     "Float",
     "Format",
+    "Fp8",
     "Kahan",
     "LogMinMax",
     "Master",
@@ -29,6 +33,7 @@ __all__ = [
     "Storage",
     "bf16",
     "bf16_up",
+    "codebooks",
     "compander",
     "companders",
     "e8m0",

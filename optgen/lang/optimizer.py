@@ -27,7 +27,8 @@ RESERVED = frozenset(
 CALLED = frozenset(
     "abs both choose divide either exp floor larger log negated power root smaller "
     "dict super foreach fused capturable differentiable "
-    "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt".split()
+    "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt "
+    "lookup search".split()
 )
 
 

@@ -14,6 +14,7 @@ A group says in which version of this format its states are, under "format"; `MI
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -333,6 +334,7 @@ def _load_one(
     try:
         plan_name, plan, variant = select(cls, group, p, label)
         errors = None if own else found.get("error_bits")
+        codes = {} if own else foreign.codes(found, variant.states)
         found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
@@ -362,6 +364,8 @@ def _load_one(
             exact = low_bits.exact(p) if exact is None else exact
             wanted = variant.names if exact is None else (*variant.names, "p")
             made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
+            if codes and parts is None:
+                _keep_codes(plan, variant, p, values, codes, made)
             if exact is not None:
                 shown = made.pop("p")
                 if parts is not None and parts.gathered:  # p is a copy of all of it
@@ -378,6 +382,40 @@ def _load_one(
         _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
+
+
+def _keep_codes(
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    values: Mapping[str, Tensor],
+    codes: Mapping[str, tuple[Tensor, Tensor]],
+    made: dict[str, Any],
+) -> None:
+    """Puts another package's own codes and scales into `made` where the plan reads them as the very same numbers.
+
+    Encoding the numbers anew would not give them back where a table has no -1: a block's largest magnitude is then
+    less than the scale it was made with.
+    """
+    trial = dict(made)
+    for name, (code, scale) in codes.items():
+        own = {f.name: f for f in variant.fields if f.owner == name}
+        to, beside = own.get(name), own.get(f"{name}_scale")
+        if to is None or beside is None or len(own) > 2:
+            continue
+        if (to.torch_dtype, beside.torch_dtype) != (code.dtype, scale.dtype):
+            continue
+        shapes = layout.field_shape(to, p.shape), layout.field_shape(beside, p.shape)
+        whole = layout.grid(p.shape)[1] % beside.per == 0
+        if whole and (code.numel(), scale.numel()) == (math.prod(shapes[0]), math.prod(shapes[1])):
+            trial[name] = code.reshape(shapes[0]).to(p.device, copy=True)
+            trial[f"{name}_scale"] = scale.reshape(shapes[1]).to(p.device, copy=True)
+    changed = [name for name in codes if trial.get(name) is not made.get(name)]
+    read = layout.decode(plan, variant, p, trial, changed) if changed else {}
+    for name in changed:
+        if torch.equal(read[name], values[name].to(torch.float32)):
+            for field in (name, f"{name}_scale"):
+                made[field].copy_(trial[field])
 
 
 def _true_rounding(

@@ -11,6 +11,7 @@ SymPy; SymPy is imported only where a formula or a proof is asked for.  Every bo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,15 +19,19 @@ from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
+from optgen.formats import fp8
 from optgen.formats.blocked import HALF, Blocked
+from optgen.formats.codebook import Codebook
 from optgen.formats.companders import BELOW, Compander
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
+from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
+from optgen.ops.tables import CELL, EXACT
 
 ROUNDOFF = 2.0**-24  # half an ulp of f32, relative
 
@@ -83,6 +88,8 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
         return _float_bound(fmt.dtype, stochastic(fmt))
     if isinstance(fmt, Blocked):
         return _blocked_bound(fmt)
+    if isinstance(fmt, (Codebook, Fp8)):
+        return _table_bound(fmt)
     if isinstance(fmt, LogMinMax):
         return _log_bound(fmt, fmt.most if units is None else units)
     raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
@@ -136,7 +143,40 @@ def _blocked_bound(fmt: Blocked) -> Bound:
     return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, lambda: _blocked_formula(fmt))
 
 
-def _what(fmt: Blocked) -> str:
+def readings(fmt: Codebook | Fp8) -> tuple[float, ...]:
+    """What codes read as, rising, in units of the largest magnitude of the block."""
+    if isinstance(fmt, Codebook):
+        return fmt.table
+    positive = [x / fmt.largest for x in fp8.numbers(fmt.kind)]
+    return tuple([-x for x in positive[:0:-1]] + positive if fmt.signed else positive)
+
+
+def _table_bound(fmt: Codebook | Fp8) -> Bound:
+    """The widest gap, or half of it to nearest, and what lies beyond the first and the last number.
+
+    Of what f32 arithmetic adds, fast maths takes most: ends of cells that are off by 2^-12 of a cell, and numbers that
+    are off by 2^-20 of themselves (ops/tables.py).
+    """
+    values = readings(fmt)
+    gap = max(b - a for a, b in itertools.pairwise(values))
+    beyond = max(1 - values[-1], 1 + values[0] if fmt.signed else values[0])
+    value = max(gap if stochastic(fmt) else gap / 2, beyond)
+    slack = 2 * gap * CELL + EXACT + 8 * ROUNDOFF
+    if isinstance(fmt, Fp8):
+        slack += value * fmt.scale.excess  # the largest number may become less than the largest float
+    low = fmt.low * (fmt.largest if isinstance(fmt, Fp8) else 1)
+    valid = f"scale <= max(largest |{_what(fmt)}| of the block, {low:.3g}) * (1 + {fmt.scale.excess:.3g})"
+    return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, lambda: exactly_rational(value))
+
+
+def exactly_rational(value: float) -> Any:
+    """A number that f32 arithmetic made, as the shortest fraction within f32's precision of it."""
+    import sympy
+
+    return sympy.nsimplify(value, rational=True, tolerance=2.0**-26)
+
+
+def _what(fmt: Blocked | Codebook | Fp8) -> str:
     return "x / root" if fmt.relative else "root" if fmt.of == "sqrt" else "x"
 
 

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from optgen import passes
 from optgen.formats.blocked import Blocked
+from optgen.formats.codebook import Codebook
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
+from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
@@ -281,7 +283,7 @@ def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
     """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view."""
     if isinstance(fmt, Float):
         return _stored_float(fmt.dtype, bounds.one_step_bound(fmt).total, fmt.noise_bits > 0, x)
-    if isinstance(fmt, Blocked):
+    if isinstance(fmt, (Blocked, Codebook, Fp8)):
         return _stored_blocked(fmt, x, root)
     if isinstance(fmt, LogMinMax):
         return _stored_log(fmt, x)
@@ -368,7 +370,7 @@ class _Blocks:
         return x[:, : self.columns].reshape(self.shape)
 
 
-def _stored_blocked(fmt: Blocked, x: Interval, root: Interval | None) -> Interval:
+def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval | None) -> Interval:
     """The error of the code times the largest scale that the block can have."""
     if x.lo.numel() == 0:
         return x
@@ -381,14 +383,17 @@ def _stored_blocked(fmt: Blocked, x: Interval, root: Interval | None) -> Interva
     blocks = _Blocks(x.shape, fmt.block)
     top = blocks.largest(value.magnitude())
     scale = fmt.scale
-    decoded = top.clamp(min=scale.low) * (1 + scale.excess) * (1 + F32_UNIT)
+    low, high = scale.low if isinstance(fmt, Blocked) else fmt.low, scale.high
+    if isinstance(fmt, Fp8):
+        low, high = low * fmt.largest, min(high * fmt.largest, LARGEST["f32"])
+    decoded = top.clamp(min=low) * (1 + scale.excess) * (1 + F32_UNIT)
     error = _total(bounds.one_step_bound(fmt), x.model) * decoded
-    if fmt.signed or fmt.zero == "keep":
+    if 0.0 in fmt.table if isinstance(fmt, Codebook) else fmt.signed or fmt.zero == "keep":
         error = torch.where(top == 0, 0.0, error)
     # Infinite or beyond what scales can follow: nothing is promised.
-    lost = ~(top <= scale.high)
+    lost = ~(top <= high)
     if scale.literal:
-        lost |= (blocks.largest(_least_magnitude(value)) < scale.low) & (top != 0)
+        lost |= (blocks.largest(_least_magnitude(value)) < low) & (top != 0)
     error = torch.where(lost, torch.nan, error)
     kept = Interval(value.lo - error, value.hi + error, x.model)
     if fmt.of == "sqrt":
