@@ -21,22 +21,15 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--way", default="ddp", choices=("ddp", "fsdp2"))
-    given = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+def train(way: str, steps: int, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     model = network().to(device)
-    if given.way == "ddp":
+    if way == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     else:
         fully_shard(model)
     optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, plan="int8_split24")
-    for k in range(given.steps):
+    for k in range(steps):
         random = torch.Generator().manual_seed(size * k + rank)
         tokens, wanted = torch.randint(32, (2, 16), generator=random).to(device)
         nn.functional.cross_entropy(model(tokens), wanted).backward()
@@ -49,6 +42,17 @@ def main() -> None:
     if rank == 0:
         same = all(torch.equal(sums, other) for other in every)
         print(f"{size} ranks, {'the same weights' if same else 'DIFFERENT weights'}; {optimizer.memory()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--way", default="ddp", choices=("ddp", "fsdp2"))
+    given = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    # The model is gone before its process group is: a DistributedDataParallel that outlives it may wait forever.
+    train(given.way, given.steps, torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu"))
     dist.destroy_process_group()
 
 
