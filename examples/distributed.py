@@ -10,6 +10,8 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from optgen.optim import AdamW
 
@@ -32,7 +34,7 @@ def main() -> None:
     if given.way == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        torch.distributed.fsdp.fully_shard(model)
+        fully_shard(model)
     optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, plan="int8_split24")
     for k in range(given.steps):
         random = torch.Generator().manual_seed(size * k + rank)
@@ -40,7 +42,8 @@ def main() -> None:
         nn.functional.cross_entropy(model(tokens), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sums = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    sums = torch.stack([p.detach().double().sum() for p in whole])
     every = [torch.empty_like(sums) for _ in range(size)]
     dist.all_gather(every, sums)
     if rank == 0:

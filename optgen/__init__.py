@@ -2,13 +2,17 @@
 
     optgen.compile("specs/mine.py", plan="int8_split24")     a class in memory
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
+    optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
+    optgen.keep_states_fp32(module)                          the same for any module
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
 """
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "cast_model", "compile", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "StableEmbedding", "__version__", "cast_model", "compile", "keep_states_fp32", "load_checkpoint", "save_checkpoint",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
@@ -21,6 +25,14 @@ def __getattr__(name: str) -> object:
         from optgen.cast import cast_model
 
         return cast_model
+    if name == "StableEmbedding":
+        from optgen.embedding import StableEmbedding
+
+        return StableEmbedding
+    if name == "keep_states_fp32":
+        from optgen.runtime.marks import keep_states_fp32
+
+        return keep_states_fp32
     if name in ("load_checkpoint", "save_checkpoint"):
         from optgen.runtime import files
 

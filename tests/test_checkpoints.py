@@ -25,6 +25,13 @@ def everything(opt: Any) -> bytes:
     return file.getvalue()
 
 
+OTHER_NOISE = {
+    ("AdamW", "int8_split24"): "74ac8249d9545f7d72bfa1e8a68cc35fcf35e36d4b0f742b6162fad8068c3410",
+    ("CAME", "int8_split24"): "b82a8a9a2a5c50a28812242f3c90723bd0b7f7031fec7cfcdf41d4e852a413e8",
+}
+"""Digests of the runs that went on after noise was spread evenly over windows of steps: the files are older."""
+
+
 # -- versions ------------------------------------------------------------------------------------------------------
 
 
@@ -43,7 +50,8 @@ def test_checkpoints_of_every_version_go_on_as_they_would_have(file: Path, case:
     opt.load_state_dict(saved["optimizer"])
     assert all(group["format"] == checkpoint.FORMAT for group in opt.state_dict()["param_groups"])
     fixture.train(opt, params, range(2, 4))
-    assert fixture.digest(opt) == saved["after"]
+    # What was kept is read as it was; what is rounded from then on draws the noise of today.
+    assert fixture.digest(opt) == OTHER_NOISE.get((case[0], case[1]), saved["after"])
 
 
 @pytest.mark.parametrize("version", [checkpoint.FORMAT + 1, -1, "1", 1.0, True])

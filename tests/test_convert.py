@@ -193,6 +193,20 @@ def test_from_torch_and_back(tmp_path: Path, named: bool) -> None:
     assert bits(saved["model"]) == bits(ours.state_dict())
 
 
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict"])
+def test_weights_that_stand_beside_the_optimizer(tmp_path: Path, key: str) -> None:
+    """As training scripts save them: one file is enough."""
+    theirs = Net()
+    oracle = torch.optim.AdamW(theirs.named_parameters(), lr=0.02, foreach=False)
+    train(oracle, range(2))
+    torch.save({"epoch": 3, key: theirs.state_dict(), "optimizer": oracle.state_dict()}, tmp_path / "t.pt")
+    convert(str(tmp_path / "t.pt"), str(tmp_path / "o.pt"), to="fp32_master", spec="adamw", param="bfloat16")
+    model = Net(1).bfloat16()
+    opt = AdamW(model.named_parameters(), plan="fp32_master")
+    load_checkpoint(tmp_path / "o.pt", opt, model)
+    assert bits(opt.master_weights()) == bits(dict(theirs.named_parameters()))
+
+
 def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
     """The weights lose nothing that the plan can hold: half a code of its last bit, 2^7 fp32 patterns."""
     theirs = Net()

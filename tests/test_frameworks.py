@@ -94,6 +94,10 @@ def test_trainer_makes_groups_with_and_without_decay(tmp_path: Path) -> None:
     assert isinstance(optimizer, AdamW)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     assert all(g["betas"] == (0.9, 0.95) for g in optimizer.param_groups)
+    embedding = made.model.get_input_embeddings().weight
+    places = [p is embedding for g in optimizer.param_groups for p in g["params"]]
+    assert optimizer.plans() == {i: f"int8_split24{' (fp32 states)' * here}" for i, here in enumerate(places)}
+    assert sum(places) == 1
 
 
 # -- accelerate -------------------------------------------------------------------------------------------
@@ -214,9 +218,10 @@ def test_gradient_release_in_plain_torch() -> None:
     assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
 
 
-def test_data_parallel_by_torchrun() -> None:
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_data_parallel_by_torchrun(way: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "distributed.py"), "--steps", "3", "--way", "ddp"]
+    command += [str(ROOT / "examples" / "distributed.py"), "--steps", "3", "--way", way]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

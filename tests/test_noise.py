@@ -1,4 +1,4 @@
-"""The counter hash behind stochastic rounding: uniform, and independent over neighbours, steps, tensors and bits.
+"""The noise of stochastic rounding: uniform, independent over neighbours, windows, tensors and bits; even over windows.
 
 The bounds are those of the binomial distribution at six standard deviations, so a sound hash fails about
 once in 10^8 checks, and the keys below are fixed.
@@ -13,17 +13,21 @@ import torch
 
 from optgen.backends.printer import Printer
 from optgen.backends.reference import SPELL
-from optgen.lower.noise import deal, word
+from optgen.lower import noise as noises
+from optgen.lower.noise import WINDOW, deal, places, word
+from optgen.runtime import keys
 from optgen.runtime.eager import Blocks, rotl
 from optgen.runtime.keys import step_key, stream_key
 
 N = 1 << 18
 SIGMAS = 6.0
+FIELDS = ((20, 12), (8, 12), (0, 8))  # what 8-bit states and a weight share: (shift, bits)
+AT = places(FIELDS)
 
 
 def words(stream: int, step: int, k: int = 0, count: int = N) -> torch.Tensor:
     """The words of `count` consecutive elements, uint32 in int64."""
-    code = Printer(SPELL, {}).text(word(k))
+    code = Printer(SPELL, {}).text(word(k, AT))
     names = {"b": Blocks(torch.empty(count), 1), "stream_key": stream, "step_key": step, "torch": torch, "rotl": rotl}
     return eval(code, names).long() & 0xFFFFFFFF
 
@@ -54,13 +58,13 @@ def test_neighbours_are_independent(stream: int, step: int, distance: int) -> No
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ((stream_key("a"), step_key(0, 5)), (stream_key("a"), step_key(0, 6))),
+        ((stream_key("a"), step_key(0, 5)), (stream_key("a"), step_key(0, 5 + WINDOW))),
         ((stream_key("a"), step_key(0, 5)), (stream_key("b"), step_key(0, 5))),
         ((stream_key(0), step_key(0, 1)), (stream_key(1), step_key(0, 1))),
         ((stream_key(0), step_key(0, 1)), (stream_key(0), step_key(1, 1))),
     ],
 )
-def test_steps_and_tensors_are_independent(one: tuple[int, int], other: tuple[int, int]) -> None:
+def test_windows_and_tensors_are_independent(one: tuple[int, int], other: tuple[int, int]) -> None:
     a, b = bits_of(words(*one)) - 0.5, bits_of(words(*other)) - 0.5
     assert ((a.T @ b) / N * 4).abs().max() <= SIGMAS / math.sqrt(N)
 
@@ -71,10 +75,29 @@ def test_words_of_one_element_are_independent() -> None:
     assert ((a.T @ b) / N * 4).abs().max() <= SIGMAS / math.sqrt(N)
 
 
+def test_the_compiler_and_the_runtime_agree_on_windows() -> None:
+    assert noises.WINDOW == keys.WINDOW
+    found = [step_key(3, t) for t in range(3 * WINDOW)]
+    for t, key in enumerate(found):
+        assert f"{key % WINDOW:05b}" == f"{t % WINDOW:05b}"[::-1]
+        assert key // WINDOW == found[t - t % WINDOW] // WINDOW
+    assert len({key // WINDOW for key in found}) == 3
+
+
+@pytest.mark.parametrize(("shift", "bits"), FIELDS)
+def test_a_field_visits_equal_parts_of_its_range_once_each(shift: int, bits: int) -> None:
+    """All 32 in a window, and 8 and 16 likewise in quarters and halves of one: what van der Corput's order is for."""
+    draws = torch.stack([words(stream_key("w"), step_key(0, t), count=512) for t in range(WINDOW, 2 * WINDOW)])
+    field = (draws >> shift) & ((1 << bits) - 1)
+    for parts in (8, 16, 32):
+        visited = (field * parts >> bits).view(-1, parts, 512).sort(1).values
+        assert (visited == torch.arange(parts)[:, None]).all()
+
+
 def test_one_element_over_many_steps_is_uniform() -> None:
-    """What a weight sees: the same index, a new step key each time; its 12-bit field over 16 cells."""
+    """What a weight sees: the same index at every step; the first of each window are draws of their own."""
     stream = stream_key("w")
-    draws = torch.stack([words(stream, step_key(0, t), count=64) for t in range(1, 1025)])  # steps x elements
+    draws = torch.stack([words(stream, step_key(0, t * WINDOW + 7), count=64) for t in range(1, 1025)])
     for shift in (20, 8, 0):
         cell = (draws >> shift) & 15
         counts = torch.stack([(cell == c).sum(0) for c in range(16)]).double()
@@ -89,5 +112,6 @@ def test_bits_are_dealt_without_overlap_and_words_are_added_as_needed() -> None:
     noise, used = deal({"a": 16, "b": 16, "none": 0, "c": 16})
     assert len(used) == 2
     assert set(noise) == {"a", "b", "c"}
+    assert used == [word(k, places(((16, 16), (0, 16)) if k == 0 else ((16, 16),))) for k in range(2)]
     with pytest.raises(ValueError, match="33 random bits"):
         deal({"a": 33})

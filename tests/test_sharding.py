@@ -39,11 +39,12 @@ def test_every_case_on_one_to_four_ranks() -> None:
         for name, (_, worlds) in check_sharding.CASES.items()
         if world in worlds and name != "kernels_over_parts"
     ]
-    assert ran("--but", "kernels_over_parts") == expected
+    assert ran("--but", "kernels_over_parts", "--kernels", "reference") == expected
 
 
-def test_triton_over_parts(interpreter: dict[str, str]) -> None:
-    assert ran("kernels_over_parts", "--ranks", "2", "--kernels", "triton", **interpreter) == ["2 kernels_over_parts"]
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
+def test_kernels_over_parts(interpreter: dict[str, str], backend: str) -> None:
+    assert ran("kernels_over_parts", "--ranks", "2", "--kernels", backend, **interpreter) == ["2 kernels_over_parts"]
 
 
 MESHES = [

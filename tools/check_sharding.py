@@ -10,6 +10,7 @@ longer than --timeout seconds for another one fails, too.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 import generated  # noqa: E402
+import optgen  # noqa: E402
 from optgen.driver import targets  # noqa: E402
 from optgen.ops import dtypes  # noqa: E402
 from optgen.runtime import checkpoint, files, sharding  # noqa: E402
@@ -508,6 +510,119 @@ def fully_sharded(here: Here) -> None:
                 if isinstance(value, Tensor):
                     alike(value, opt.state[p][key], f"{key} of {name}")
                     assert isinstance(opt.state[p][key], DTensor)
+
+
+class Tokens(nn.Module):
+    """A stable embedding, a matrix, a normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = optgen.StableEmbedding(33, 130)
+        self.body, self.norm = nn.Linear(130, 97), nn.LayerNorm(97)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(self.embed(x)))
+
+
+@case(2)
+def keeps_what_matters(here: Here) -> None:
+    """Overrides and modules with fp32 states, through fully_shard: decided on the whole tensor, as on one rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(SEED)
+    alone = Tokens().to(here.device, torch.bfloat16)
+    model = copy.deepcopy(alone)
+    fully_shard(model.embed)
+    fully_shard(model)
+    # 97 * 130 elements in all, half of them here
+    options = {"lr": 1e-2, "plan": "int8_split24", "backend": here.backend}
+    rules: dict[Any, str] = {nn.LayerNorm: "bf16_sr", "numel >= 12610": "split32"}
+    opt, other = (generated.AdamW(m.named_parameters(), overrides=rules, module=m, **options) for m in (model, alone))
+    assert opt.plans() == other.plans()
+    assert opt.plans()["embed.weight"] == "int8_split24 (fp32 states)"
+    assert opt.plans()["body.weight"] == "split32" and opt.plans()["norm.bias"] == "bf16_sr"
+    tokens = torch.arange(33, device=here.device)
+    for _ in range(2):
+        model(tokens).float().square().mean().backward()
+        for (_, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            q.grad = whole(p.grad)
+        for o in (opt, other):
+            o.step()
+            o.zero_grad()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            alike(q.detach(), p.detach(), name)
+            assert opt.state[p].keys() == other.state[q].keys(), name
+            for key, value in other.state[q].items():
+                if isinstance(value, Tensor):
+                    alike(value, opt.state[p][key], f"{key} of {name}")
+    assert opt.state[model.embed.weight]["exp_avg"].dtype == torch.float32
+
+
+@case(2)
+def full_weights_come_and_go(here: Here) -> None:
+    """load_master_state_dict before the first step and after it, and weights that flashoptim kept."""
+    mesh = here.mesh(2)
+    # Rows in blocks, and a vector whose halves cut them: its states are on all ranks.
+    shapes = [(97, 130), (4160,), (7,)]
+    exact = {f"p{k}": here.values(*shape) for k, shape in enumerate(shapes)}
+
+    def bag(sharded: bool) -> nn.Module:
+        made = nn.Module()
+        for name, value in exact.items():
+            narrow = torch.zeros_like(value, dtype=torch.bfloat16)
+            made.register_parameter(name, Piece(narrow, mesh, [Shard(0)]).parameter(sharded))
+        return made
+
+    def step(module: nn.Module, opt: Any, g: Sequence[Tensor]) -> None:
+        for p, value in zip(module.parameters(), g, strict=True):
+            p.grad = distribute_tensor(value, mesh, [Shard(0)]) if isinstance(p, DTensor) else value.clone()
+        opt.step()
+
+    for early in (True, False):
+        pairs = []
+        gradients = [here.values(*shape, dtype=torch.bfloat16) for shape in shapes]
+        for sharded in (False, True):
+            module = bag(sharded)
+            opt = generated.AdamW(module.named_parameters(), lr=1e-3, plan="int8_split24", backend=here.backend)
+            if not early:
+                step(module, opt, gradients)
+            opt.load_master_state_dict(module, exact)
+            pairs.append((module, opt))
+        (one, alone), (many, parts) = pairs
+        for again in (False, True):
+            full, cut = alone.master_state_dict(one), parts.master_state_dict(many)
+            for name, value in full.items():
+                # Before a state has taken them, all 32 bits wait; then 24 are kept.
+                kept = alone.state.get(getattr(one, name))
+                if not again and not kept:
+                    rounded = (value - whole(cut[name])).abs() <= 2.0**-16 * value.abs()
+                    assert rounded.all(), name
+                    continue
+                alike(value, cut[name], f"weight {name}")
+            if not again:
+                for module, opt in pairs:
+                    step(module, opt, gradients)
+
+    codes = torch.randint(-127, 128, shapes[0], generator=here.random).to(torch.bfloat16)
+    vector = torch.randint(-127, 128, shapes[1], generator=here.random).to(torch.bfloat16)
+    entries = {
+        k: {"step": 3, "exp_avg": here.values(*shape), "exp_avg_sq": here.values(*shape).square(), "error_bits": bits}
+        for k, (shape, bits) in enumerate(zip(shapes, (codes, vector), strict=False))
+    }
+    saved = {"state": entries, "param_groups": [{"lr": 1e-3, "master_bytewidth": 3, "params": [0, 1]}]}
+    pairs = []
+    for sharded in (False, True):
+        pieces = [Piece(exact[f"p{k}"].to(torch.bfloat16), mesh, [Shard(0)]).parameter(sharded) for k in range(2)]
+        opt = generated.AdamW(pieces, plan="int8_split24", backend=here.backend)
+        opt.load_state_dict(saved)
+        pairs.append((pieces, opt))
+    (one, alone), (many, parts) = pairs
+    for p, q in zip(one, many, strict=True):
+        alike(p.detach(), q.detach(), "weight")
+        assert not torch.equal(alone.state[p]["weight_low"], torch.zeros_like(alone.state[p]["weight_low"]))
+        for key, value in alone.state[p].items():
+            if isinstance(value, Tensor):
+                alike(value, parts.state[q][key], key)
 
 
 @case(2)

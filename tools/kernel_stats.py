@@ -442,16 +442,32 @@ STAGED: Sequence[tuple[str, str, str]] = (("came", "int8_split24", "bfloat16"), 
 
 def staged() -> Iterable[Job]:
     """The kernels of STAGED, built from the specs as they are now, and those of the prelude that sum up."""
-    from optgen.driver import emit
+    from optgen.backends import triton_stages, wrapper
+    from optgen.driver import emit, targets
     from optgen.runtime import triton_prelude
 
     for spec_name, plan_name, param in STAGED:
         spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
         plan = getattr(importlib.import_module("specs.plans"), plan_name)
-        module = _module(f"{spec_name}_{plan_name}", emit.emit_plan(spec, plan)["triton_kernels.py"])
-        found = re.compile(rf"{spec_name}_{param}_(\d+(_flat)?)")
+        case = next(
+            c for c in targets.cases(spec, plan)
+            if c.storage.param.torch == param and not c.small and all(c.flags[f.name] == f.default for f in spec.flags)
+        )  # fmt: skip
+        step, functions = emit.compile_case(spec, case, "fast").fast, emit.Functions(emit.Pool())
+        functions.add(step, "stage", "")
+        text = wrapper.render(
+            "triton.py.j2",
+            header="",
+            helpers=triton_stages.needs(step),
+            kernels=functions.pool.functions,
+            tiles=functions.tiles,
+            registers=functions.limits,
+            warps=functions.warps,
+            dense=functions.dense,
+        )
+        module = _module(f"{spec_name}_{plan_name}", text)
         for function in sorted(vars(module)):
-            if name := found.fullmatch(function):
+            if name := re.fullmatch(r"stage_(\d+(_flat)?)", function):
                 yield from staged_jobs(f"{spec_name}.{plan_name}.{name[1]}", module, function, param)
     tables = {"table": "*i64", "work": "*i32"}
     aligned = ("table", "work")

@@ -1,6 +1,8 @@
-"""The demo's language model trained by rules that look at more than one element: each in fp32 and in 8 bits.
+"""The demo's language model trained by many rules, each in fp32 and in 8 bits; and by AdamW under many plans.
 
     .venv/bin/python tools/train_rules.py                   writes docs/training.md and docs/benchmarks/training.json
+    .venv/bin/python tools/train_rules.py --plans           the same of AdamW under every plan with states below fp32
+    .venv/bin/python tools/train_rules.py --plans int4_split24 flashoptim       these alone; others stay as they are
     .venv/bin/python tools/train_rules.py --only CAME --steps 200 --seeds 1
     .venv/bin/python tools/train_rules.py --only LAMB --lr 3e-3 1e-2 3e-2 --seeds 1      how a learning rate was found
 
@@ -25,13 +27,14 @@ from typing import Any
 import torch
 from demo import T95, mean_and_spread
 from demo_model import Corpus, Run, Size, corpus, train
+from prose import filled
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SEEDS = 600, 3
-PLANS = {"fp32": torch.float32, "int8_split24": torch.bfloat16}
+PLANS = ("fp32", "int8_split24")
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,8 @@ def one_run(name: str, plan: str, seed: int, steps: int, lr: float | None, text:
     torch.set_num_threads(1)
     rule = next(r for r in RULES if r.name == name)
     options = {**rule.options, **({"lr": lr} if lr else {})}
-    return train(
-        text, Size(), lambda model: make(rule, plan, model, options), dtype=PLANS[plan], steps=steps, seed=seed
-    )
+    dtype = torch.float32 if plan in ("fp32", "int8") else torch.bfloat16
+    return train(text, Size(), lambda model: make(rule, plan, model, options), dtype=dtype, steps=steps, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -123,21 +125,101 @@ def row(v: Verdict) -> list[str]:
 HEAD = ("rule", "lr", "fp32", "8 bits", "8 bits - fp32", "", "B/param fp32", "B/param 8 bits")
 
 
-def markdown(verdicts: list[Verdict], steps: int, seeds: int, text: Corpus) -> str:
+def markdown(kept: Mapping[str, Any]) -> str:
+    verdicts, plans = ([Verdict(**v) for v in kept.get(key, [])] for key in ("verdicts", "plans"))
+    size = Size()
     lines = [
-        "# Training with rules that look at more than one element", "",
-        f"The demo's language model ({Size().layers} layers of width {Size().width}, on bytes of the Python standard",
-        f"library, text {text.digest}), {steps} steps, {seeds} seeds; validation loss at the end, nats per byte: mean",
-        "and standard deviation over seeds.  *8 bits* is plan int8_split24 with bf16 weights, *fp32* is all in fp32;",
-        "both start from the same weights, see the same batches and have the same learning rate, seed by seed.",
-        "The difference is paired, with the 95 % interval of Student's t; *B/param* counts weights and states as they",
-        "stand in memory (tensors below 4096 elements keep fp32 states).  The rules' learning rates come from a coarse",
-        "search, so the table compares formats within a rule, not the rules with one another.",
-        "",
-        "    .venv/bin/python tools/train_rules.py", "",
-        "| " + " | ".join(HEAD) + " |", "|---|" + "--:|" * 4 + "---|--:|--:|",
+        "# Training with rules and plans", "",
+        f"The demo's language model ({size.layers} layers of width {size.width}, on bytes of the Python standard",
+        "library), validation loss at the end, nats per byte: mean and standard deviation over seeds. A",
+        "pair starts from",
+        "the same weights, sees the same batches and has the same learning rate, seed by seed. The",
+        "difference is paired,",
+        "with the 95 % interval of Student's t; *B/param* counts weights and states as they stand in",
+        "memory (tensors below",
+        "4096 elements keep fp32 states under most plans).",
     ]  # fmt: skip
-    return "\n".join([*lines, *("| " + " | ".join(row(v)) + " |" for v in verdicts)]) + "\n"
+    if verdicts:
+        lines += [
+            "", "## Rules", "",
+            f"{kept['steps']} steps, {kept['seeds']} seeds, text {kept['text']}. *8 bits* is plan",
+            "int8_split24 with bf16",
+            "weights, *fp32* is all in fp32. The rules' learning rates come from a coarse search, so the",
+            "table compares",
+            "formats within a rule, not the rules with one another.",
+            "", "    .venv/bin/python tools/train_rules.py", "",
+            "| " + " | ".join(HEAD) + " |", "|---|" + "--:|" * 4 + "---|--:|--:|",
+            *("| " + " | ".join(row(v)) + " |" for v in verdicts),
+        ]  # fmt: skip
+    if plans:
+        lines += [
+            "", "## Plans", "",
+            f"AdamW, betas (0.9, 0.95), {kept['plan_steps']} steps, {kept['plan_seeds']} seeds, text",
+            f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is the same",
+            "in every row.",
+            "",
+            "    .venv/bin/python tools/train_rules.py --plans", "",
+            "| " + " | ".join(PLAN_HEAD) + " |", "|---|" + "--:|" * 3 + "---|--:|",
+            *("| " + " | ".join(plan_row(v)) + " |" for v in plans), "", remark(plans),
+        ]  # fmt: skip
+    return filled("\n".join(lines)) + "\n"
+
+
+PLAN_HEAD = ("plan", "fp32", "loss", "- fp32", "", "B/param")
+
+
+def plan_row(v: Verdict) -> list[str]:
+    (a, noise), (b, spread), (mean, half) = mean_and_spread(v.fp32), mean_and_spread(v.int8), v.gap
+    return [
+        f"`{v.rule}`", f"{a:.4f} ± {noise:.4f}", f"{b:.4f} ± {spread:.4f}", f"{mean:+.4f} ± {half:.4f}", v.words,
+        f"{v.bytes_int8:.2f}",
+    ]  # fmt: skip
+
+
+def remark(plans: list[Verdict]) -> str:
+    """What the table says, and what it does not."""
+    apart = [f"`{v.rule}`" for v in plans if v.words.startswith("measurably")]
+    widest = max(v.gap[1] for v in plans)
+    said = f"Outside the noise: {', '.join(apart)}." if apart else "None of them is outside the noise of these seeds."
+    return (
+        f"{said} Differences below the widths of the intervals (up to {widest:.3f}) are not told apart by so few seeds."
+    )
+
+
+def plans_asked(names: list[str]) -> list[str]:
+    """The plans with states below fp32, or those of these names; SystemExit for one that is unknown."""
+    from optgen.formats import Plan, floats
+    from specs import plans
+
+    every = {name: plan for name, plan in vars(plans).items() if isinstance(plan, Plan)}
+    unknown = [name for name in names if name not in every]
+    if unknown:
+        raise SystemExit(f"--plans: expected some of {', '.join(every)}, got {', '.join(unknown)}")
+    return names or [name for name, plan in every.items() if plan.signed != floats.f32]
+
+
+def run_all(
+    console: Console, wanted: list[tuple[str, str, int, float | None]], steps: int, text: Corpus, jobs: int
+) -> dict[tuple[str, str, int, float | None], Run]:
+    """(rule, plan, seed, learning rate) -> its run."""
+    found: dict[tuple[str, str, int, float | None], Run] = {}
+    with ProcessPoolExecutor(jobs) as pool:
+        runs = {pool.submit(one_run, n, plan, s, steps, lr, text): (n, plan, s, lr) for n, plan, s, lr in wanted}
+        for done in as_completed(runs):
+            found[runs[done]] = done.result()
+            name, plan, seed, lr = runs[done]
+            console.print(f"{name} {plan} seed {seed}" + (f" lr {lr:g}" if lr else "") + f": {done.result().final:.4f}")
+    return found
+
+
+def verdict(
+    found: Mapping[tuple[str, str, int, float | None], Run], rule: Rule, plan: str, seeds: int, name: str
+) -> Verdict:
+    """Of a plan against fp32."""
+    each = {p: [found[rule.name, p, s, None] for s in range(seeds)] for p in ("fp32", plan)}
+    size = {p: (x[0].weight_bytes + x[0].state_bytes) / x[0].parameters for p, x in each.items()}
+    losses = {p: [x.final for x in runs] for p, runs in each.items()}
+    return Verdict(name, rule.options["lr"], losses["fp32"], losses[plan], size["fp32"], size[plan])
 
 
 def main() -> int:
@@ -146,46 +228,48 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="*", default=[], help="rules by class name")
     parser.add_argument("--lr", nargs="*", type=float, default=[], help="learning rates to try, in fp32 only")
+    parser.add_argument("--plans", nargs="*", help="AdamW under these plans; no name: all with states below fp32")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     console, text = Console(), corpus()
-    rules = [r for r in RULES if not asked.only or r.name in asked.only]
-    plans = ["fp32"] if asked.lr else list(PLANS)
-    wanted = [
-        (r.name, plan, seed, lr)
-        for r in rules
-        for lr in (asked.lr or [None])
-        for plan in plans
-        for seed in range(asked.seeds)
-    ]
-    found: dict[tuple[str, str, int, float | None], Run] = {}
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        runs = {pool.submit(one_run, n, plan, s, asked.steps, lr, text): (n, plan, s, lr) for n, plan, s, lr in wanted}
-        for done in as_completed(runs):
-            found[runs[done]] = done.result()
-            name, plan, seed, lr = runs[done]
-            console.print(f"{name} {plan} seed {seed}" + (f" lr {lr:g}" if lr else "") + f": {done.result().final:.4f}")
-    if asked.lr:
-        return 0
-    verdicts = []
-    for r in rules:
-        each = {plan: [found[r.name, plan, s, None] for s in range(asked.seeds)] for plan in PLANS}
-        size = {p: (x[0].weight_bytes + x[0].state_bytes) / x[0].parameters for p, x in each.items()}
-        losses = {p: [x.final for x in runs_] for p, runs_ in each.items()}
-        verdicts.append(
-            Verdict(r.name, r.options["lr"], losses["fp32"], losses["int8_split24"], size["fp32"], size["int8_split24"])
+    (asked.out / "benchmarks").mkdir(parents=True, exist_ok=True)
+    record = asked.out / "benchmarks" / "training.json"
+    kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    seeds = range(asked.seeds)
+    if asked.plans is not None:
+        rule, plans = RULES[0], plans_asked(asked.plans)
+        wanted = [(rule.name, plan, s, None) for s in seeds for plan in ("fp32", *plans)]
+        found = run_all(console, wanted, asked.steps, text, asked.jobs)
+        verdicts = [verdict(found, rule, plan, asked.seeds, plan) for plan in plans]
+        same = (asked.steps, asked.seeds, text.digest) == tuple(
+            kept.get(f"plan_{k}") for k in ("steps", "seeds", "text")
         )
-    table = Table(*HEAD)
+        old = {v["rule"]: v for v in kept.get("plans", [])} if same else {}
+        kept |= {"plan_steps": asked.steps, "plan_seeds": asked.seeds, "plan_text": text.digest}
+        kept["plans"] = list((old | {v.rule: asdict(v) for v in verdicts}).values())
+    else:
+        rules = [r for r in RULES if not asked.only or r.name in asked.only]
+        wanted = [
+            (r.name, plan, s, lr)
+            for r in rules
+            for lr in (asked.lr or [None])
+            for plan in (["fp32"] if asked.lr else PLANS)
+            for s in seeds
+        ]
+        found = run_all(console, wanted, asked.steps, text, asked.jobs)
+        if asked.lr:
+            return 0
+        verdicts = [verdict(found, r, PLANS[1], asked.seeds, r.name) for r in rules]
+        kept |= {"steps": asked.steps, "seeds": asked.seeds, "text": text.digest}
+        kept["verdicts"] = [asdict(v) for v in verdicts]
+    table = Table(*(PLAN_HEAD if asked.plans is not None else HEAD))
     for v in verdicts:
-        table.add_row(*row(v))
+        table.add_row(*(plan_row(v) if asked.plans is not None else row(v)))
     console.print(table)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "training.md").write_text(markdown(verdicts, asked.steps, asked.seeds, text), encoding="utf-8")
-    kept = {"steps": asked.steps, "seeds": asked.seeds, "text": text.digest, "verdicts": [asdict(v) for v in verdicts]}
-    (asked.out / "benchmarks").mkdir(exist_ok=True)
-    (asked.out / "benchmarks" / "training.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (asked.out / "training.md").write_text(markdown(kept), encoding="utf-8")
+    record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -8,6 +8,7 @@ from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, n
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
 from optgen.ops import spaces
+from optgen.ops.dtypes import i32
 from optgen.ops.spaces import Space
 
 
@@ -35,6 +36,13 @@ def _div(p: Printer, n: Node) -> Text:
     if x.op == "const":
         return p.call("quotient", x, y)
     return f"{p.text(x, 20)} / {p.text(y, 21)}", 20
+
+
+def _mul(p: Printer, n: Node) -> Text:
+    text = f"{p.text(n.args[0], 20)} * {p.text(n.args[1], 21)}"
+    if n.dtype is i32 and n.space == spaces.host:  # of plain ints, which do not wrap around by themselves
+        return f"(({text} + 2**31 & 2**32 - 1) - 2**31)", ATOM
+    return text, 20
 
 
 def _sign(p: Printer, n: Node) -> Text:
@@ -112,6 +120,7 @@ SPELL: dict[str, Spelling] = {
     "rint": _method("round"),
     "max": _limit("max"),
     "min": _limit("min"),
+    "mul": _mul,
     "div": _div,
     "sign": _sign,
     "where": _where,

@@ -26,6 +26,9 @@ from optgen.runtime.records import dtype_name, dtype_of
 TORCH = "torch"
 """The target that is no plan: torch.optim's own form."""
 
+MODEL = ("model", "state_dict", "model_state_dict")
+"""Under which of these training scripts save a model's state dict beside the optimizer's."""
+
 
 @dataclass
 class Checked:
@@ -264,7 +267,7 @@ def _read(file: Path, spec: str | None, weights: str | None) -> tuple[Source, st
     groups = [dict(g) for g in saved["param_groups"]]
     numbers = [n for g in groups for n in g["params"]]
     entries = {i: saved["state"].get(n) or {} for i, n in enumerate(numbers)}
-    model = content.get("model") if saved is not content else None
+    model = _model_in(content) if saved is not content else None
     if weights is not None:
         model = _load_weights(_there(weights))
     parameters = _parameters(groups, entries, about, model, file)
@@ -288,16 +291,21 @@ def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 
 
 def _load_weights(file: Path) -> dict[str, Any]:
-    """A model's state dict: alone in a file, or as `model` or `state_dict` in one."""
+    """A model's state dict: alone in a file, or under one of `MODEL` in one."""
     if file.suffix == ".safetensors":
         found: dict[str, Any] = files.tensors_of(file)
         return found
     content = _load(file)
-    for key in ("model", "state_dict"):
+    part = _model_in(content)
+    return content if part is None else part
+
+
+def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    for key in MODEL:
         part = content.get(key)
-        if isinstance(part, Mapping) and part:
+        if isinstance(part, Mapping) and part and not _is_state_dict(part):
             return dict(part)
-    return content
+    return None
 
 
 def _parameters(
@@ -434,6 +442,8 @@ def _grouped(found: Source, params: Sequence[Tensor]) -> list[dict[str, Any]]:
         part = params[start:end]
         names = group.get("param_names")
         made.append({"params": list(zip(names, part, strict=True)) if names else list(part)})
+        if group.get("overrides"):
+            made[-1]["overrides"] = group["overrides"]
         start = end
     return made
 
@@ -450,7 +460,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
     try:
         opt = cls(_grouped(found, params), plan=plan)
         seeds = [{"seed": g["seed"]} if "seed" in g else {} for g in found.groups]
-        dropped = {"plan", "seed", "backend", "format"}
+        dropped = {"plan", "overrides", "seed", "backend", "format"}
         numbers = iter(range(len(params)))
         groups = [
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}
@@ -461,9 +471,10 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
         raise _refuse(source, str(error)) from error
     for group, seed in zip(opt.param_groups, seeds, strict=True):
         group.update(seed)
-    for p, q in zip(found.parameters, params, strict=True):
+    for number, (p, q) in enumerate(zip(found.parameters, params, strict=True)):
         group = next(g for g in opt.param_groups if any(q is x for x in g["params"]))
-        owned = any(f.owner == "p" for f in checkpoint.select(cls, group, q)[2].fields)
+        name = number if "param_names" not in group else p.name
+        owned = any(f.owner == "p" for f in checkpoint.select(cls, group, q, name)[2].fields)
         if p.weight is None and owned and q in opt.state:
             raise _refuse(
                 source,

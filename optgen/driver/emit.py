@@ -64,6 +64,68 @@ class Pool:
             self.functions.append(make(name))
         return self.names[marker]
 
+    def keep(self, marker: str, name: str, lines: list[str]) -> str:
+        """As `add` of what is printed already, under a name of its own."""
+        if marker not in self.names:
+            self.names[marker] = name
+            self.functions.append(lines)
+        return self.names[marker]
+
+
+@dataclass
+class Functions:
+    """Triton functions of steps that take several stages: of equal ones the first is kept, and called by all.
+
+    tiles, limits, warps, dense    of the kernels that are kept; see triton_stages.Kernels
+    """
+
+    pool: Pool
+    tiles: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int | None] = field(default_factory=dict)
+    warps: dict[str, int] = field(default_factory=dict)
+    dense: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, step: Step, name: str, source: str) -> dict[str, str]:
+        """Print a step; its stages' kernels -> the names under which they stand."""
+        found = triton_stages.kernels(step, name, source)
+        # Lines are wrapped by the lengths of names: functions are compared as they would be under one short name.
+        compared = triton_stages.kernels(step, "@", source).lines
+        renamed: dict[str, str] = {}
+        for lines, same in zip(_units(found.lines), _units(compared), strict=True):
+            own, short = _defined(lines), _defined(same)
+            kept = {x.replace(name, "@", 1): y for x, y in renamed.items()} | {short: "@"}
+            marker = "\n".join(_replaced(same, kept))
+            renamed[own] = self.pool.keep(marker, own, _replaced(lines, renamed))
+            renamed[f"{own}_flat"] = f"{renamed[own]}_flat"
+        self.tiles |= {renamed[key]: value for key, value in found.tiles.items()}
+        self.limits |= {renamed[key]: value for key, value in found.limits.items()}
+        self.warps |= {renamed[key]: value for key, value in found.warps.items()}
+        self.dense |= {renamed[key]: value for key, value in found.dense.items()}
+        stages = [f"{name}_{k + 1}" for k in range(len(step.stages))]
+        return {stage: renamed.get(stage, stage) for stage in stages}
+
+
+def _units(lines: Sequence[str]) -> list[list[str]]:
+    """The functions of a text one by one; a kernel and its twin for tensors of any shape are one."""
+    out: list[list[str]] = []
+    for part in "\n".join(lines).split("@triton.jit\n")[1:]:
+        unit = ["@triton.jit", *part.rstrip("\n").split("\n")]
+        if out and _defined(unit) == f"{_defined(out[-1])}_flat":
+            out[-1] += ["", "", *unit]
+        else:
+            out.append(unit)
+    return out
+
+
+def _defined(unit: Sequence[str]) -> str:
+    """The first function's name."""
+    return unit[1].removeprefix("def ").split("(")[0]
+
+
+def _replaced(lines: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """The lines with whole words replaced."""
+    return [re.sub(r"@?\w+", lambda m: names.get(m[0], m[0]), line) for line in lines] if names else list(lines)
+
 
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     """Lower one case and run the passes; strict for the reference, `maths` for the kernels."""
@@ -133,10 +195,9 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
     cpp_steps: dict[str, list[str]] = {}
     source = f"{targets.source_name(spec.loc.file)}"
     rows: list[dict[str, Any]] = []
-    tiles: dict[str, int] = {}
-    limits: dict[str, int | None] = {}
-    warps: dict[str, int] = {}
-    dense: dict[str, dict[str, int]] = {}
+    whole, functions = Pool(), Functions(kernels)  # Triton's, of steps that take several stages
+    tiles, limits = functions.tiles, functions.limits
+    names: dict[str, str] = {}  # of stages' kernels: of equal ones the first one's
     helpers: set[str] = set()
     unpack = unpack_of(spec)
     for c in compiled:
@@ -165,16 +226,13 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            kernel_name = kernels.add(wanted, staged, [let.name for let in c.fast.host])
-            found = triton_stages.kernels(c.fast, kernel_name, source)
-            tiles |= found.tiles
-            limits |= found.limits
-            warps |= found.warps
-            dense |= found.dense
-            helpers |= set(triton_stages.needs(c.fast))
+            kernel_name = whole.add(wanted, staged, [let.name for let in c.fast.host])
             if kernel_name not in cpp_steps:
+                names |= functions.add(c.fast, kernel_name, source)
+                helpers |= set(triton_stages.needs(c.fast))
                 cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
-            rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
+            row = _variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name)
+            rows.append(row | {"stages": _stage_rows(c.fast, kernel_name, names)})
             continue
         (only,) = c.fast.stages
         kernel_name = kernels.add(wanted, kernel, [let.name for let in c.fast.host])
@@ -210,8 +268,8 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
             kernels=kernels.functions,
             tiles=tiles,
             registers=limits,
-            warps=warps,
-            dense=dense,
+            warps=functions.warps,
+            dense=functions.dense,
         ),
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2",
@@ -271,7 +329,7 @@ def _variant_row(
         init=dict(starts),
         matrix=spec.matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
-        stages=_stage_rows(c.fast, kernel) if len(c.fast.stages) > 1 else [],
+        stages=[],
     )
 
 
@@ -287,8 +345,8 @@ def _temp_row(step: Step, b: Buffer) -> str:
     return f'Temp("{b.name}", "{b.space.name}", "{b.reduction}", "{source}")'
 
 
-def _stage_rows(step: Step, kernel: str) -> list[str]:
-    return [_stage_row(s, f"{kernel}_{k + 1}") for k, s in enumerate(step.stages)]
+def _stage_rows(step: Step, kernel: str, names: Mapping[str, str]) -> list[str]:
+    return [_stage_row(s, names[f"{kernel}_{k + 1}"]) for k, s in enumerate(step.stages)]
 
 
 def _stage_row(stage: Stage, kernel: str) -> str:

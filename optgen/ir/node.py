@@ -20,7 +20,8 @@ node came from is not part of it: names and source places belong to the lets of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from optgen.ops import dtypes, spaces
@@ -145,23 +146,35 @@ def rebuild(node: Node, args: Iterable[Node]) -> Node:
 # -- traversal
 
 
-def postorder(roots: Iterable[Node]) -> Iterator[Node]:
+def postorder(roots: Iterable[Node]) -> tuple[Node, ...]:
     """Every node below the roots once, operands before users, in a deterministic order."""
+    return _postorder(tuple(roots))
+
+
+@lru_cache(maxsize=256)  # a stage and the checks after it look at the same roots several times
+def _postorder(roots: tuple[Node, ...]) -> tuple[Node, ...]:
     seen: set[int] = set()
+    out: list[Node] = []
     for root in roots:
-        stack: list[tuple[Node, bool]] = [(root, False)]
+        stack: list[Node | None] = [root]
+        path: list[Node] = []  # whose operands are being looked at; None on the stack ends the last one's
         while stack:
-            node, done = stack.pop()
-            if node.uid in seen:
-                continue
-            if done:
-                seen.add(node.uid)
-                yield node
-                continue
-            stack.append((node, True))
-            for a in reversed(node.args):
-                if a.uid not in seen:
-                    stack.append((a, False))
+            node = stack.pop()
+            if node is None:
+                node = path.pop()
+                if node.uid not in seen:
+                    seen.add(node.uid)
+                    out.append(node)
+            elif node.uid not in seen:
+                waiting = [a for a in node.args if a.uid not in seen]
+                if waiting:
+                    path.append(node)
+                    stack.append(None)
+                    stack.extend(reversed(waiting))
+                else:
+                    seen.add(node.uid)
+                    out.append(node)
+    return tuple(out)
 
 
 class Rewriter:

@@ -94,7 +94,7 @@ def _encode_all(
     wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage)}
     wants["p"] = storage.master.noise_bits(storage.param)
     noise, words = deal(wants) if stochastic else ({}, [])
-    doc = "32 random bits: hash(element, tensor, step)"
+    doc = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     lets = [Let("noise" if not k else f"noise_{k + 1}", w, "encode", doc=doc) for k, w in enumerate(words)]
     stores: list[Store] = []
     roots: dict[str, Value] = {}

@@ -10,6 +10,7 @@ element.  Arithmetic joins spaces upward (`row * col -> elem`); reductions go do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ col = Space("col")
 elem = Space("elem")
 
 
+@cache  # one object, so that comparing spaces is comparing identities
 def block(size: int) -> Space:
     return Space("block", size)
 

@@ -46,7 +46,8 @@ def hoist(program: Program) -> Program:
         return ir.sym(let.name)
 
     def leaves_host(node: Node) -> bool:
-        return node.space == spaces.host and bool(node.args)
+        # Scalars travel as f32: what is made of a key's bits stays in the kernel, which makes it once for all elements.
+        return node.space == spaces.host and bool(node.args) and node.dtype is not dtypes.i32
 
     def rule(node: Node) -> Node:
         if node.space == spaces.host or not node.args:

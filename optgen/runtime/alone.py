@@ -21,6 +21,7 @@ def part(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> Optimizer:
     made.param_groups = list(groups)
     made._reset_caches()
     made._offload = optimizer._offload.alike()
+    made._strays = None
     return made
 
 

@@ -38,7 +38,14 @@ def _say_the_version(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[di
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version,)
+def _plans_of_single_parameters(
+    group: dict[str, Any], entries: dict[Any, Any]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """1 -> 2: the same; since then a group may have "overrides", which version 1 would not see."""
+    return group, entries
+
+
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
@@ -85,17 +92,20 @@ def read(
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
+    _take_overrides(cls, groups, merged, saved_groups, order, misfits)
+    misfits.stop()
     _known_ids(order, saved_state, misfits)
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
-    for group, saved_group in zip(merged, saved_groups, strict=True):
+    for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
         own = "plan" in saved_group  # else of torch.optim or another package
-        arena = _arena(cls, group, [p for p in group["params"] if saved_state.get(order[id(p)])])
-        for i, p in enumerate(group["params"]):
+        found = zip(labels, group["params"], strict=True)
+        arena = _arena(cls, group, {label: p for label, p in found if saved_state.get(order[id(p)])})
+        for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
             entry = saved_state.get(order[id(p)])
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if entry:
-                made = _load_one(cls, group, p, entry, name, own, misfits, arena, loaded.rounded)
+                made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
             elif p.requires_grad and (not present or present.get(p)):
@@ -199,12 +209,72 @@ def _merge(
     if sorted(taken.get("param_names", ())) == sorted(group.get("param_names", ())):
         taken.pop("param_names", None)  # matched by name: the present order holds
     merged = {**group, **taken}
+    if "plan" in saved and "overrides" not in saved:
+        merged.pop("overrides", None)
     try:
         merged.update(options.check(cls, merged))
         merged["plan"] = options.record_plan(cls, merged["plan"], merged["params"])
     except (TypeError, ValueError) as error:
         misfits.add(f"group {index}: {error}")
     return merged
+
+
+def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
+    """What each group calls its parameters: their names, or positions over all groups."""
+    start, found = 0, []
+    for group in groups:
+        count = len(group["params"])
+        names = group.get("param_names")
+        found.append(list(range(start, start + count)) if names is None else list(names))
+        start += count
+    return found
+
+
+def _take_overrides(
+    cls: Any,
+    groups: Groups,
+    merged: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    order: Mapping[int, Any],
+    misfits: Misfits,
+) -> None:
+    """Gives merged groups the plans of single parameters that the checkpoint has, under the names that hold now.
+
+    A group of another package has none, and takes nothing away.  Warns where they are not those of the optimizer.
+    """
+    theirs: dict[Any, str | None] = {}
+    for group, labels in zip(saved, _labels(saved), strict=True):
+        own = plans.own(group)
+        theirs.update((n, own.get(label)) for n, label in zip(group["params"], labels, strict=True))
+    changed: list[tuple[plans.Label, str, str]] = []
+    for i, (present, group, other) in enumerate(zip(groups, merged, saved, strict=True)):
+        before, after = _labels(groups)[i], _labels(merged)[i]
+        own = plans.own(present)
+        if "plan" in other:
+            found = [theirs[order[id(p)]] for p in group["params"]]
+            changed += [
+                (label, str(own.get(old)), str(value))
+                for p, old, label, value in zip(group["params"], before, after, found, strict=True)
+                if value != own.get(old) and p.requires_grad and "plan" in present
+            ]
+        else:
+            found = [own.get(label) for label in before]
+        group.pop("overrides", None)
+        kept = tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None)
+        if kept:
+            group["overrides"] = kept
+    if changed:
+        label, was, now = changed[0]
+        warnings.warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
+            f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(now)}, not {_named(was)}"
+            f"{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint another plan",
+            stacklevel=4,
+        )
+
+
+def _named(value: str) -> str:
+    return {"None": "the plan of its group", plans.FULL: "fp32 states"}.get(value, value)
 
 
 def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misfits) -> None:
@@ -214,21 +284,26 @@ def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misf
             misfits.add(f"state of {key!r}: expected parameters of the groups only, it is in none")
 
 
-def select(cls: Any, group: Mapping[str, Any], p: Tensor) -> tuple[str, ModuleType, Variant]:
-    """(plan name, plan, variant) of a parameter under the options of its group."""
-    name = plans.plan_name(cls, group.get("plan"), p.dtype)
-    plan = plans.load(cls, name)
-    small = p.numel() < plans.small_numel(plan)
-    return name, plan, plans.variant(plan, p.dtype, small, options.flags_of(cls, group, tuple(p.shape)))
+def select(
+    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None = None
+) -> tuple[str, ModuleType, Variant]:
+    """(plan name, plan, variant) of a parameter under the options of its group.
+
+    name   by which the group knows the parameter: its name, or its position over all groups; None: it has no plan of
+           its own
+    """
+    chosen = plans.chosen(cls, group, p.dtype, name)
+    flags = options.flags_of(cls, group, tuple(p.shape))
+    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, p.numel() < chosen.limit, flags)
 
 
-def _arena(cls: Any, group: Mapping[str, Any], params: Sequence[Tensor]) -> Arena:
+def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
     """Room for the states of those parameters that are on the CPU and have a plan: the rest will be refused."""
     sizes: list[int] = []
-    for p in params:
+    for label, p in params.items():
         with suppress(TypeError, ValueError):
             here = p.device.type == "cpu" and not sharding.is_sharded(p)
-            sizes += state.sizes(select(cls, group, p)[2], p, {}) if here else ()
+            sizes += state.sizes(select(cls, group, p, label)[2], p, {}) if here else ()
     return Arena(sizes)
 
 
@@ -238,12 +313,17 @@ def _load_one(
     p: Tensor,
     entry: Any,
     name: object,
+    label: plans.Label,
     own: bool,
     misfits: Misfits,
     arena: Arena,
     rounded: list[tuple[Tensor, Tensor]],
 ) -> state.State | None:
-    """A state for p made of a checkpoint's entry (`own`: of this package); None where it is empty or does not fit."""
+    """A state for p made of a checkpoint's entry (`own`: of this package); None where it is empty or does not fit.
+
+    name    as errors call the parameter
+    label   as its group does
+    """
     where = state.label(p, name if isinstance(name, (str, int)) else str(name))
     if not isinstance(entry, Mapping):
         misfits.add(f"{where}: expected a dict of states, got {entry!r}")
@@ -252,8 +332,8 @@ def _load_one(
     if not found:
         return None
     try:
-        plan_name, plan, variant = select(cls, group, p)
-        exact = None if own else foreign.weight(found, p, group.get("master_bytewidth"))
+        plan_name, plan, variant = select(cls, group, p, label)
+        errors = None if own else found.get("error_bits")
         codes = {} if own else foreign.codes(found, variant.states)
         found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
     except (TypeError, ValueError) as error:
@@ -261,14 +341,16 @@ def _load_one(
         return None
     before = len(misfits.lines)
     where = f"{where}, plan {plan_name}"
-    parts = None
-    if sharding.is_sharded(p):
-        try:
+    parts, whole = None, p
+    try:
+        if sharding.is_sharded(p):
             parts = sharding.Parts.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
-        except ValueError as error:
-            misfits.add(f"{where}: {error}")
-            return None
+            errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
+        exact = foreign.weight({"error_bits": errors}, p, group.get("master_bytewidth"))
+    except ValueError as error:
+        misfits.add(f"{where}: {error}")
+        return None
     dense = not own and is_dense(variant, p, found)
     expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
     for key in sorted(map(str, found.keys() - expected)):
@@ -285,7 +367,10 @@ def _load_one(
             if codes and parts is None:
                 _keep_codes(plan, variant, p, values, codes, made)
             if exact is not None:
-                rounded.append((p, made.pop("p")))
+                shown = made.pop("p")
+                if parts is not None and parts.gathered:  # p is a copy of all of it
+                    p, shown = sharding.local(whole), sharding.part_of(shown, parts.layout)
+                rounded.append((p, shown))
         return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)

@@ -11,9 +11,9 @@ from torch import Tensor
 from optgen.runtime import checkpoint, sharding
 
 
-def weights(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+def weights(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
     """What `cls.evaluation` makes of a parameter and its states: fp32, of the shape of p, or of its part here."""
-    _, plan, variant = checkpoint.select(cls, group, p)
+    _, plan, variant = checkpoint.select(cls, group, p, name)
     function = cls.evaluation
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]

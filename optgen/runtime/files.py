@@ -144,26 +144,35 @@ READ = 64
 
 def _readings(optimizer: Optimizer) -> list[list[Any]]:
     """[position, state, its first values]: what codes mean at present, of the smallest parameter of each kernel."""
-    smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor]] = {}
+    smallest: dict[object, tuple[int, int, Mapping[str, Any], Tensor, plans.Label]] = {}
     position = -1
     for group in optimizer.param_groups:
-        for p in group["params"]:
+        for place, p in enumerate(group["params"]):
             position += 1
             if optimizer.state.get(p) and p.numel():
-                _, plan, variant = checkpoint.select(type(optimizer), group, p)
+                name = _label(group, place, position)
+                _, plan, variant = checkpoint.select(type(optimizer), group, p, name)
                 key = plan, variant
                 if key not in smallest or p.numel() < smallest[key][0]:
-                    smallest[key] = p.numel(), position, group, p
+                    smallest[key] = p.numel(), position, group, p, name
     found = []
-    for _, at, options, p in smallest.values():
-        values = _decoded(type(optimizer), options, p, optimizer.state[p])
+    for _, at, options, p, name in smallest.values():
+        values = _decoded(type(optimizer), options, p, optimizer.state[p], name)
         found += [[at, name, numbers] for name, numbers in values.items()]
     return found
 
 
-def _decoded(cls: type, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Any]) -> dict[str, list[float]]:
+def _label(group: Mapping[str, Any], place: int, position: int) -> plans.Label:
+    """What a group calls its parameter at a place."""
+    label: plans.Label = group["param_names"][place] if "param_names" in group else position
+    return label
+
+
+def _decoded(
+    cls: type, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Any], label: plans.Label
+) -> dict[str, list[float]]:
     """The first values of every state that is kept in codes; nothing where the state does not fit the plan."""
-    _, plan, variant = checkpoint.select(cls, group, p)
+    _, plan, variant = checkpoint.select(cls, group, p, label)
     coded = [name for name in variant.states if not variant.is_plain(name)]  # element-wise, all of them
     if not coded or any(problems(variant, p, kept)):
         return {}
@@ -176,15 +185,16 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
     """Which states would be read as other numbers than they were when they were saved: the plan of that name has
     become another one since.  What does not fit it in shape is left to loading."""
     facts, saved = content["about"], content["optimizer"]
-    rows = [(group, number) for group in saved["param_groups"] for number in group["params"]]
+    rows = [(group, place, n) for group in saved["param_groups"] for place, n in enumerate(group["params"])]
     lines = []
     for at, name, values in facts["readings"]:
-        old_group, number = rows[at]
+        old_group, place, number = rows[at]
         group, entries = checkpoint.migrated(old_group, {number: saved["state"].get(number, {})})
         one = facts["parameters"][at]
         p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
         try:
-            now = _decoded(cls, {**defaults, **group}, p, entries[number]).get(name, values)
+            label = _label(group, place, at)
+            now = _decoded(cls, {**defaults, **group}, p, entries[number], label).get(name, values)
         except (TypeError, ValueError):  # no such plan, or not for this dtype
             continue
         # Far more than machines differ by, far less than the codes of one curve differ from those of another.

@@ -4,7 +4,9 @@ The kernels hash (element index, stream key, step key) into one 32-bit word.  Bo
 
 - the stream key names the parameter: a hash of its name where the optimizer was given named parameters, so
   that neither their order nor their grouping changes a bit; else of its position over all groups;
-- the step key mixes the group's seed with the number of the parameter's step.
+- the step key has two parts, since noise is evenly spread over a window of 32 steps and drawn anew then
+  (lower/noise.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
+  seed with the window's number.
 
 Keys are 32 bits as signed Python ints, the form in which Triton and torch take them.
 """
@@ -19,6 +21,10 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
+
+PLACE = 5
+WINDOW = 1 << PLACE
+"""Steps over which the noise of an element is one evenly spread sequence."""
 
 
 def _mix(z: int) -> int:
@@ -36,7 +42,8 @@ def _signed(word: int) -> int:
 def step_key(seed: int, step: int) -> int:
     """32 bits for step number `step` (1, 2, ...) under `seed` (its low 64 bits count)."""
     stream = _mix((seed + _GOLDEN) & _MASK)
-    return _signed(_mix((stream + step * _GOLDEN) & _MASK) >> 32)
+    word = _mix((stream + (step >> PLACE) * _GOLDEN) & _MASK) >> 32
+    return _signed(word & -WINDOW | sum((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)))
 
 
 def _wrapped(word: int) -> int:
@@ -52,11 +59,12 @@ def _shifted(z: Tensor, by: int) -> Tensor:
 
 def step_key_of(seed: int, step: Tensor) -> Tensor:
     """`step_key` of a step that is counted on a device (0-dim int64): 0-dim int32 there."""
-    z = step * _wrapped(_GOLDEN) + _wrapped(_mix((seed + _GOLDEN) & _MASK))
+    z = (step >> PLACE) * _wrapped(_GOLDEN) + _wrapped(_mix((seed + _GOLDEN) & _MASK))
     z = (z ^ _shifted(z, 30)) * _wrapped(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _wrapped(0x94D049BB133111EB)
     z = z ^ _shifted(z, 31)
-    return (z >> 32).to(torch.int32)
+    place = sum(((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)), torch.zeros_like(step))
+    return ((z >> 32) & -WINDOW | place).to(torch.int32)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
@@ -22,6 +23,7 @@ from optgen.runtime import (
     keys,
     launch,
     low_bits,
+    marks,
     memory,
     offload,
     options,
@@ -31,11 +33,14 @@ from optgen.runtime import (
     sharding,
     shared,
     state,
+    strays,
     weights,
     whole,
 )
+from optgen.runtime import overrides as rules
 from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
+from optgen.runtime.plans import Label, PlanOption, Recorded
 from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
 
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -74,24 +79,27 @@ class Ready(NamedTuple):
 class Choice:
     """What parameters of one dtype and device take in a group: plan, backend, and the variant by their size.
 
+    own      the plan that they have for themselves; None: that of the group
     counted  whether their steps are counted on the device: as capturable=True asks, and fused=True where there is a
              GradScaler; without one (None) as their states are.  Only Triton's kernels can be told
     """
 
     __slots__ = (
-        "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "plan", "small",
+        "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "own", "plan",
+        "small",
     )  # fmt: skip
 
-    def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool) -> None:
-        self.dtype, self.device = p.dtype, p.device
-        self.plan = plans.load(cls, plans.plan_name(cls, group.get("plan"), p.dtype))
+    def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool, own: str | None) -> None:
+        self.dtype, self.device, self.own = p.dtype, p.device, own
+        chosen = plans.resolved(cls, group.get("plan"), p.dtype, own)
+        self.plan = chosen.module
         self.backend = launch.choose(group["backend"], p.device, self.plan)
         self.counted: bool | None = False
         if self.backend == "triton" and all(flag.every is None for flag in options.flags_declared(cls)):
             self.counted = True if group.get("capturable") else None if group.get("fused") else False
             if self.counted is None and scaled:
                 self.counted = True
-        self.limit = plans.small_numel(self.plan)
+        self.limit = chosen.limit
         self._by_shape: dict[torch.Size, Variant] | None = None
         if any(flag.shape is not None for flag in options.flags_declared(cls)):
             self._by_shape, self._cls, self._group = {}, cls, group
@@ -125,6 +133,11 @@ class Optimizer(torch.optim.Optimizer):
     Options beyond the hyper-parameters, per group or for all:
 
     plan      how states and weights are stored: a plan's name, names by parameter dtype, or None for the default
+    overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
+              or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
+              less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
+    module    the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
+              names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
@@ -133,6 +146,7 @@ class Optimizer(torch.optim.Optimizer):
     capturable  count steps on the device and read nothing there, so that a CUDA graph may hold the step; numbers given
               as tensors on the device stay tensors, the others are part of the graph
     fused     let torch.amp.GradScaler leave gradients scaled: the kernels divide, and skip a step that has an infinity
+    offload   keep the states in host memory and let the host update the weights of an accelerator
     """
 
     SPEC: ClassVar[str]
@@ -142,24 +156,37 @@ class Optimizer(torch.optim.Optimizer):
     DEFAULT_PLAN: ClassVar[Mapping[str, str]]
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
 
+    _rules: rules.Rules | None = None
+    _marks = 0
+    """How many modules had been marked (marks.py) when their parameters were last looked for."""
+
     def __init__(
         self,
         params: ParamsT,
         hypers: Mapping[str, Any],
         *,
-        plan: plans.PlanOption = None,
+        plan: PlanOption = None,
+        overrides: rules.Given = None,
+        module: torch.nn.Module | None = None,
         backend: str = "auto",
         seed: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        offload: bool = False,
     ) -> None:
         given = {"maximize": False, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
-        asked = {"capturable": capturable or None, "fused": fused or None, "differentiable": differentiable}
+        asked: dict[str, Any] = {"capturable": capturable or None, "fused": fused or None, "offload": offload or None}
+        asked["differentiable"] = differentiable
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
+        self._rules = rules.Rules(type(self), overrides, module)
         super().__init__(params, defaults)
+        if self._rules.rules:
+            labels = [entry.name for entry in self._entries()]
+            self._rules.refuse_unused(self._rules.members([entry.p for entry in self._entries()], labels))
+        self._marks = marks.newest()
 
     def _reset_caches(self) -> None:
         """What is derived from parameters and groups, and neither copied nor pickled."""
@@ -170,6 +197,8 @@ class Optimizer(torch.optim.Optimizer):
         self._release: release.Release | None = None
         self._offload = offload.Offload()
         self._room: Arena | None = None
+        self._strays: int | None = 0
+        """Steps in a row that found no gradient; None: something was said, or there is nothing to say (of a part)."""
 
     def _forget_tables(self) -> None:
         """What kernels read beside the tensors, and the room in which they leave values for one another."""
@@ -227,12 +256,16 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: a parameter group contains a parameter twice")
         for p in tensors:
             self._admit(p)
+        given = param_group.get("overrides")
+        param_group = {key: value for key, value in param_group.items() if key != "overrides"}
         group = {**self.defaults, **param_group}
         found = options.check(type(self), group)
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
-        self._refuse_vectors(tensors, {**group, **found}, params)
-        self._refuse_layouts(tensors, {**group, **found}, params)
+        names = self._labels(tensors, params)
+        found |= self._overrides(given, found["plan"], tensors, names)
+        self._refuse_vectors(tensors, {**group, **found}, names)
+        self._refuse_layouts(tensors, {**group, **found}, names)
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
@@ -251,42 +284,100 @@ class Optimizer(torch.optim.Optimizer):
         if state.overlaps(p):
             raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
 
-    def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], params: Any) -> None:
-        """ValueError for a parameter without rows and columns where the rule needs them."""
+    def _labels(self, tensors: list[Tensor], params: Any) -> list[Label]:
+        """What the parameters of a group that is to come will be called: their names, or positions over all groups."""
         first = sum(len(g["params"]) for g in self.param_groups)
         given = params if isinstance(params, list) else []
         names = {id(p[1]): str(p[0]) for p in given if isinstance(p, tuple)}
+        return [names.get(id(p), first + i) for i, p in enumerate(tensors)]
+
+    def _overrides(
+        self, given: Any, plan: PlanOption, tensors: list[Tensor], labels: list[Label]
+    ) -> dict[str, Recorded]:
+        """{"overrides": the plans of single parameters in a group that is to come}; {} where it has none.
+
+        given   what the group itself says: rules, or what another optimizer recorded in it; rules of the optimizer and
+                marks of modules follow
+        """
+        cls = type(self)
+        recorded: Mapping[Label, str] = {}
+        own = rules.Rules(cls)
+        if isinstance(given, Mapping):
+            own = rules.Rules(cls, given, None if self._rules is None else self._rules.model)
+        elif given is not None:
+            recorded = dict(rules.recorded(cls, given))
+            extra = [label for label in recorded if label not in labels]
+            if extra:
+                raise ValueError(
+                    f"{cls.__name__}: overrides of a group: it has no parameter {extra[0]!r} (positions are counted "
+                    f"over all groups)"
+                )
+        asked = [recorded.get(label) for label in labels]
+        for found in (own, self._rules):
+            if found is not None and found.rules:
+                members = found.members(tensors, labels)
+                asked = [a or b for a, b in zip(asked, found.apply(members), strict=True)]
+                if found is own:
+                    found.refuse_unused(members)
+        marked = marks.parameters()
+        asked = [a or (rules.FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
+        decided = rules.decided(cls, plan, tensors, labels, asked)
+        return {"overrides": decided} if decided else {}
+
+    def _see_marks(self) -> None:
+        """Modules that were marked since the optimizer was made: their parameters follow, up to their first step."""
+        if self._marks == marks.newest():
+            return
+        self._marks = marks.newest()
+        marked, late = marks.parameters(), list[Entry]()
+        for group in self.param_groups:
+            added: list[Entry] = []
+            for entry in self._entries():
+                if entry.group is group and id(entry.p) in marked and entry.name not in plans.own(group):
+                    (late if self.state.get(entry.p) else added).append(entry)
+            decided = rules.decided(
+                type(self), group["plan"], [e.p for e in added], [e.name for e in added], [rules.FP32] * len(added)
+            )
+            if decided:
+                group["overrides"] = (*group.get("overrides", ()), *decided)
+        if late:
+            warnings.warn(
+                f"{type(self).__name__}: {state.label(late[0].p, late[0].name)}"
+                + (f" and {len(late) - 1} more" if len(late) > 1 else "")
+                + " had made steps when keep_states_fp32 was called for its module: its states stay as they are.  Call "
+                "it before the first step",
+                stacklevel=3,
+            )
+
+    def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
+        """ValueError for a parameter without rows and columns where the rule needs them."""
         for i, p in enumerate(tensors):
             if p.ndim >= 2 or not p.requires_grad:
                 continue
-            cls, shape = type(self), tuple(p.shape)
-            plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
-            small = p.numel() < plans.small_numel(plan)
-            usual = plans.variant(plan, p.dtype, small, options.flags_of(cls, group, shape))
+            cls, name = type(self), names[i]
+            _, plan, usual = checkpoint.select(cls, group, p, name)
             sometimes = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
             if usual.needs_matrix or plans.at_step(plan, usual, sometimes).needs_matrix:
-                label = state.label(p, names.get(id(p), first + i))
-                raise ValueError(
-                    f"{cls.__name__}: {label} has no rows and columns, whose statistics this rule needs; "
-                    f"give such parameters to another optimizer"
-                )
+                raise self._no_matrix(p, name)
 
-    def _refuse_layouts(self, tensors: list[Tensor], group: dict[str, Any], params: Any) -> None:
+    def _no_matrix(self, p: Tensor, name: Label) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: {state.label(p, name)} has no rows and columns, whose statistics this rule needs; "
+            f"give such parameters to another optimizer"
+        )
+
+    def _refuse_layouts(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
         """ValueError for a parameter of several ranks whose parts no kernel can update."""
         first = sum(len(g["params"]) for g in self.param_groups)
-        given = params if isinstance(params, list) else []
-        names = {id(p[1]): str(p[0]) for p in given if isinstance(p, tuple)}
         for i, p in enumerate(tensors):
             flattened = getattr(p, "_fsdp_flattened", False)
             if not p.requires_grad or not (flattened or sharding.is_sharded(p)):
                 continue
-            cls, name = type(self), names.get(id(p), first + i)
-            plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
-            limit = plans.small_numel(plan)
-            variant = plans.variant(plan, p.dtype, p.numel() < limit, options.flags_of(cls, group, tuple(p.shape)))
+            cls, name = type(self), names[i]
+            _, plan, variant = checkpoint.select(cls, group, p, name)
             if not flattened:
                 self._shard(variant, p, None, first + i, name)
-            elif variant.stages or variant.stochastic or variant.block > 1 or limit:
+            elif variant.stages or variant.stochastic or variant.block > 1 or plans.small_numel(plan):
                 raise ValueError(
                     f"{cls.__name__}: {state.label(p, name)} was flattened and cut by FullyShardedDataParallel: its "
                     f"rows are lost, which this rule or plan needs; use torch.distributed.fsdp.fully_shard, or an "
@@ -316,6 +407,7 @@ class Optimizer(torch.optim.Optimizer):
         Gradients are not changed.  Errors about parameters, gradients, states and options come before any change.
         """
         self._refuse_in_evaluation("step()")
+        self._see_marks()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -331,6 +423,7 @@ class Optimizer(torch.optim.Optimizer):
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
+            self._look_for_strays()
             self._offload.step(self, scaler)
             return
         if not self._replay.again(self.param_groups, self.state, scaler):
@@ -339,6 +432,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
+        self._look_for_strays()
         buckets = self._buckets(scaler)
         if not buckets:
             return
@@ -376,6 +470,22 @@ class Optimizer(torch.optim.Optimizer):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
+    def _look_for_strays(self) -> None:
+        """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
+        if self._strays is None:
+            return
+        owner, said = type(self).__name__, ""
+        found = strays.look(self.param_groups, self._dtypes, self.state)
+        self._strays = 0 if found.trained else self._strays + 1
+        if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
+            labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
+            said = strays.nothing_refers(owner, labels, found.trained)
+        elif self._strays == strays.IDLE and not self.state:
+            said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
+        if said:
+            self._strays = None
+            warnings.warn(said, stacklevel=3)
+
     def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""
         bucket.localize()
@@ -412,9 +522,11 @@ class Optimizer(torch.optim.Optimizer):
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
         for number, group in enumerate(self.param_groups):
-            chosen: dict[tuple[torch.dtype, torch.device], Choice] = {}
+            chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
             names, start = group.get("param_names"), position
             position += len(group["params"])
+            special = plans.own(group)
+            own: str | None = None
             choice: Choice | None = None
             bucket: Bucket | None = None
             number_of: Any = None  # its step, where that is a number
@@ -429,9 +541,11 @@ class Optimizer(torch.optim.Optimizer):
                 known = dtypes.get(id(p))
                 if known is None or known[1] is not dtype or g.layout is not torch.strided or grad_dtype not in GRADS:
                     grad_dtype = self._check_pair(p, g, name)
-                if choice is None or dtype is not choice.dtype or device != choice.device:
-                    kind = (dtype, device)
-                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None)
+                if special:
+                    own = special.get(name)
+                if choice is None or dtype is not choice.dtype or device != choice.device or own != choice.own:
+                    kind = (dtype, device, own)
+                    choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None, own)
                 variant = choice.variant(p)
                 entry = states.get(p)
                 shard = None
@@ -491,6 +605,9 @@ class Optimizer(torch.optim.Optimizer):
         if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
             return []
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
+        for b, i in fresh:  # thawed since it was given
+            if b.variant.needs_matrix and len(b.params[i].shape) < 2:
+                raise self._no_matrix(b.params[i], b.names[i])
         whole.collect(buckets.values())
         arenas = self._arenas(fresh)
         groups = self.param_groups
@@ -515,11 +632,12 @@ class Optimizer(torch.optim.Optimizer):
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
         wanted: list[Any] = []
-        chosen: dict[tuple[int, torch.dtype, torch.device], Choice] = {}
+        chosen: dict[tuple[int, torch.dtype, torch.device, str | None], Choice] = {}
         for entry in self._entries():
             if entry.p.requires_grad and isinstance(entry.p, sharded):
-                kind = id(entry.group), entry.p.dtype, entry.p.device
-                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False)
+                own = plans.own(entry.group).get(entry.name)
+                kind = id(entry.group), entry.p.dtype, entry.p.device, own
+                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
                 if self._sends(choice.variant(entry.p), entry.p):
                     wanted.append(entry.p)
         if wanted and control.capturing():
@@ -660,6 +778,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
         """
         self._refuse_in_evaluation("release_gradients()")
+        self._see_marks()
         self._release = release.Release(
             self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
         )
@@ -680,7 +799,11 @@ class Optimizer(torch.optim.Optimizer):
             return
         with torch.no_grad():
             found = [
-                (entry.p, entry.p.detach().clone(), evaluation.weights(type(self), entry.group, entry.p, kept))
+                (
+                    entry.p,
+                    entry.p.detach().clone(),
+                    evaluation.weights(type(self), entry.group, entry.p, kept, entry.name),
+                )
                 for entry in self._entries()
                 if (kept := self.state.get(entry.p))
             ]
@@ -709,6 +832,8 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_in_evaluation("copying")
         found: dict[str, Any] = super().__getstate__()
+        if self._rules is not None and (kept := self._rules.portable()) is not None:
+            found["_rules"] = kept
         params = [entry.p for entry in self._entries()]
         if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
             found[low_bits.CARRIER] = low_bits.Carrier(params)
@@ -753,7 +878,7 @@ class Optimizer(torch.optim.Optimizer):
             for entry in self._entries():
                 kept = self.state.get(entry.p)
                 if kept:
-                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
+                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)
                     state.check(variant, entry.p, kept, entry.name)
                     dense[entry.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
         return {"state": dense, "param_groups": groups}
@@ -768,7 +893,7 @@ class Optimizer(torch.optim.Optimizer):
         kept = self.state.get(entry.p)
         if not kept:
             return weights.fresh(entry.p)
-        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p)
+        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)
         return weights.full(plan, variant, entry.p, kept, entry.name)
 
     def _trained_entries(self) -> dict[int, Entry]:
@@ -796,8 +921,8 @@ class Optimizer(torch.optim.Optimizer):
         dtype; fp32 loses nothing that the plan can hold.  Other states (moments) stay as they are.
 
         strict   refuse names that are missing or that the model does not have
-        Before the first step the bits wait beside the parameters until that step takes them.  All is checked first:
-        ValueError lists what does not fit, and nothing has changed.
+        Before the first step the bits wait beside the parameters (those of DTensors in their states) until that step
+        takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
         """
         self._refuse_in_evaluation("load_master_state_dict()")
         entries = self._trained_entries()
@@ -806,22 +931,33 @@ class Optimizer(torch.optim.Optimizer):
             ready = []
             for p, value in found.owned:
                 entry = entries[id(p)]
-                _, plan, variant = checkpoint.select(type(self), entry.group, p)
+                _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name)
                 kept = self.state.get(p)
                 if kept:
                     state.check(variant, p, kept, entry.name)
-                ready.append((plan, variant, p, kept, value))
+                ready.append((plan, variant, p, kept, value, entry.group))
             if found.rest:
                 model.load_state_dict(found.rest, strict=False)
-            for one in ready:
-                weights.put(*one)
+            for plan, variant, p, kept, value, group in ready:
+                made = weights.put(plan, variant, p, kept, value, group)
+                if made is not None:
+                    self.state[p] = made
             low_bits.carry(model, model.parameters())
+
+    def plans(self) -> dict[Label, str]:
+        """The plan that each parameter is kept under, by name (by position over all groups where it has none)."""
+        self._see_marks()
+        return {entry.name: self._plan_of(entry) for entry in self._entries() if entry.p.requires_grad}
+
+    def _plan_of(self, entry: Entry) -> str:
+        return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown
 
     def memory(self) -> memory.Memory:
         """Bytes of the trainable weights and of their states, made already or not yet."""
+        self._see_marks()
         measured = []
         for entry in self._entries():
             if entry.p.requires_grad or self.state.get(entry.p):
-                name, _, variant = checkpoint.select(type(self), entry.group, entry.p)
-                measured.append(memory.measure(entry.p, entry.name, name, variant))
+                variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)[2]
+                measured.append(memory.measure(entry.p, entry.name, self._plan_of(entry), variant))
         return memory.Memory(tuple(measured))

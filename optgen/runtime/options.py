@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import plans
+from optgen.runtime import overrides, plans
 from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -21,13 +21,13 @@ IGNORED = frozenset({"foreach"})
 
 REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
-OWN = frozenset({"plan", "backend", "seed", "format"})
+OWN = frozenset({"plan", "overrides", "backend", "seed", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
-RUNNING = ("capturable", "fused")
+RUNNING = ("capturable", "fused", "offload")
 """How a step is made, not what it makes.  A group has these keys only where they were asked for."""
 
-FOREIGN = frozenset({"params", "backend", "format", "offload", *IGNORED, *REFUSED, *RUNNING})
+FOREIGN = frozenset({"params", "backend", "format", *IGNORED, *REFUSED, *RUNNING})
 """Keys of a saved group that say how its optimizer ran, not what it had learned: not taken over."""
 
 
@@ -55,8 +55,6 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _switch(group[name], name, owner)
     for flag in flags:
         flag.check({**group, **found}, owner)
-    if "offload" in group:
-        found["offload"] = _switch(group["offload"], "offload", owner)
     if "seed" in group:
         seed = as_int(group["seed"])
         if seed is None:
@@ -68,6 +66,8 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         found["backend"] = group["backend"]
     if "plan" in group:
         found["plan"] = _plan(cls, group["plan"])
+    if group.get("overrides"):
+        found["overrides"] = overrides.recorded(cls, group["overrides"])
     for name, reason in REFUSED.items():
         if group.get(name):
             raise ValueError(f"{owner} does not support {name}=True: {reason}")

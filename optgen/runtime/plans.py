@@ -11,9 +11,10 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,29 @@ _loaded: dict[tuple[type, str, object], ModuleType] = {}
 
 PlanOption = str | Mapping[str, str] | None
 """A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
+
+
+FULL = "fp32_states"
+"""In the place of a plan's name: the plan of the group, as it keeps small tensors."""
+
+Label = str | int
+"""A parameter's name, or its position over all groups where it has none."""
+
+Recorded = tuple[tuple[Label, str], ...]
+"""The plans of single parameters, under "overrides" in their group: a plan's name, or FULL."""
+
+
+class Chosen(NamedTuple):
+    """What a parameter is kept under; tensors with fewer than `limit` elements take the variant for small ones."""
+
+    name: str
+    module: ModuleType
+    limit: int
+
+    @property
+    def shown(self) -> str:
+        """As it is shown to users."""
+        return f"{self.name} (fp32 states)" if self.limit == sys.maxsize else self.name
 
 
 def generated_class(cls: type) -> Any:
@@ -127,3 +151,35 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
 def small_numel(module: ModuleType) -> int:
     """Tensors with fewer elements take the variant for small tensors."""
     return int(getattr(module, "SMALL_NUMEL", 0))
+
+
+_tables: dict[int, tuple[object, Mapping[Label, str]]] = {}
+
+
+def own(group: Mapping[str, Any]) -> Mapping[Label, str]:
+    """The plans of single parameters in a group; empty where it has none.
+
+    Asked for each parameter: a table is found by the identity of what is recorded, which is never changed in place.
+    """
+    recorded = group.get("overrides")
+    if not recorded:
+        return {}
+    known = _tables.get(id(recorded))
+    if known is None or known[0] is not recorded:
+        if len(_tables) >= 256:
+            _tables.clear()
+        known = _tables[id(recorded)] = recorded, dict(recorded)
+    return known[1]
+
+
+def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label | None) -> Chosen:
+    """The plan of a parameter: its own, or that of its group for the dtype."""
+    asked = own(group).get(label) if label is not None else None
+    return resolved(cls, group.get("plan"), dtype, asked)
+
+
+def resolved(cls: type, option: PlanOption, dtype: torch.dtype, asked: str | None) -> Chosen:
+    """asked   the parameter's own plan, FULL, or None: none of its own"""
+    name = asked if asked is not None and asked != FULL else plan_name(cls, option, dtype)
+    module = load(cls, name)
+    return Chosen(name, module, sys.maxsize if asked == FULL else small_numel(module))

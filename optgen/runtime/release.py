@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import alone, options, plans, sharding, state
+from optgen.runtime import alone, checkpoint, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 
@@ -50,6 +50,7 @@ class One:
         self.p, self.number, self.place, self.name = p, number, place, name
         self.group: dict[str, Any] = {}
         self.stepper = alone.part(optimizer, [self.group])
+        self.stepper._offload.expect(p)
         known = optimizer._dtypes.get(id(p))
         if known is not None:
             self.stepper._dtypes[id(p)] = known
@@ -80,7 +81,7 @@ class One:
             group["params"] = [self.p]
             group["param_names"] = [self.name]
         alone.take_over(theirs, group)
-        flags = (group["plan"], options.flags_of(type(optimizer), group, tuple(self.p.shape)))
+        flags = (group["plan"], group.get("overrides"), options.flags_of(type(optimizer), group, tuple(self.p.shape)))
         if flags != self.flags:
             self.variant = refuse_sums(optimizer, group, self.p, self.name)
             self.flags = flags
@@ -101,9 +102,7 @@ def _give_room(optimizer: Optimizer, ones: Iterable[One]) -> None:
 def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: str | int) -> Variant:
     """The parameter's variant; ValueError where its rule needs other parameters' gradients."""
     cls = type(optimizer)
-    plan = plans.load(cls, plans.plan_name(cls, group["plan"], p.dtype))
-    flags = options.flags_of(cls, group, tuple(p.shape))
-    variant = plans.variant(plan, p.dtype, p.numel() < plans.small_numel(plan), flags)
+    _, plan, variant = checkpoint.select(cls, group, p, name)
     often = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
     for v in (variant, plans.at_step(plan, variant, often)):
         if v.model_temps or any(f.space == "model" for f in v.fields):
@@ -317,6 +316,7 @@ class Release:
         if any(value is not None for value in left):
             raise RuntimeError(SCALED.format(type(self.optimizer).__name__))
         with self._lock, torch.no_grad():
+            before = list(self._ones.values())
             self.attach()
             for one in self._ones.values():
                 if one.summed or one.p.grad is not None:
@@ -324,7 +324,7 @@ class Release:
                     self._clip_one(one)
             if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
                 self.optimizer._update()
-            for one in self._ones.values():
+            for one in (*before, *self._ones.values()):  # those that were frozen since their gradient came as well
                 one.p.grad = None
                 one.summed = 0
             if self._norms:

@@ -119,6 +119,7 @@ class Group:
         self.keys = tuple(group)
         self.names = _copied(group.get("param_names"))
         self.plan, self.backend = _copied(group.get("plan")), group["backend"]
+        self.overrides = group.get("overrides")
         self.flags = options.flags_of(cls, group)
         self._read(group)
 
@@ -149,6 +150,7 @@ class Group:
         if (
             tuple(group) != self.keys
             or group["plan"] != self.plan
+            or group.get("overrides") != self.overrides
             or group["backend"] != self.backend
             or options.flags_of(self.cls, group) != self.flags
         ):

@@ -318,24 +318,31 @@ class Parts:
             if name in self.variant.states:
                 dense = self.layout if name not in few else self.field(few[name])
                 own.append(dense if not self.gathered else _everywhere(dense))
-            if not own or not isinstance(value, Tensor):
-                out[name] = value
-                continue
-            of = next((x for x in own if x.shape == value.shape), None)
-            if of is None:
-                shapes = " or ".join(str(list(x.shape)) for x in own)
-                raise ValueError(f"{name}: expected a tensor of shape {shapes} over all ranks, got {list(value.shape)}")
-            if not is_sharded(value):
-                out[name] = part_of(value, of)
-                continue
-            kept: Any = value
-            if kept.device_mesh != of.mesh:
-                raise ValueError(f"{name}: expected a tensor over {of.mesh}, got one over another mesh")
-            if tuple(kept.placements) != of.placements:
-                kept = kept.to(torch.int32) if kept.dtype == torch.int16 else kept  # no backend sends 16-bit integers
-                kept = kept.redistribute(placements=of.placements)
-            out[name] = local(kept).to(value.dtype)
+            out[name] = _part_here(name, value, own) if own and isinstance(value, Tensor) else value
         return out
+
+    def beside(self, name: str, value: Tensor) -> Tensor:
+        """What of a tensor of the parameter's shape, whole or a DTensor, stands beside `weight`; ValueError where it
+        has another shape or mesh."""
+        return _part_here(name, value, [_everywhere(self.layout) if self.gathered else self.layout])
+
+
+def _part_here(name: str, value: Tensor, own: Sequence[Layout]) -> Tensor:
+    """This rank's part of a whole tensor, or of a DTensor, in the first of these layouts that has its shape."""
+    of = next((x for x in own if x.shape == value.shape), None)
+    if of is None:
+        shapes = " or ".join(str(list(x.shape)) for x in own)
+        raise ValueError(f"{name}: expected a tensor of shape {shapes} over all ranks, got {list(value.shape)}")
+    if not is_sharded(value):
+        return part_of(value, of)
+    kept: Any = value
+    if kept.device_mesh != of.mesh:
+        raise ValueError(f"{name}: expected a tensor over {of.mesh}, got one over another mesh")
+    if tuple(kept.placements) != of.placements:
+        kept = kept.to(torch.int32) if kept.dtype == torch.int16 else kept  # no backend sends 16-bit integers
+        kept = kept.redistribute(placements=of.placements)
+    part: Tensor = local(kept).to(value.dtype)
+    return part
 
 
 def _everywhere(of: Layout) -> Layout:

@@ -27,20 +27,33 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
         low_bits.drop(p)
 
 
-def _put_part(plan: ModuleType, variant: Variant, p: Tensor, kept: Mapping[str, Any] | None, value: Tensor) -> None:
-    """RuntimeError before the first step where the plan keeps low bits: there is no state that could take them yet."""
-    if not kept and (any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()):
-        raise RuntimeError("the low bits of a DTensor's weight can be set only after its first step")
+def _put_part(
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    kept: Mapping[str, Any] | None,
+    value: Tensor,
+    hypers: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """A state, where there was none and the weight has low bits: nothing beside a part of a DTensor could hold them."""
     parts = sharding.Parts.of(p, variant)
-    whole = sharding.is_sharded(value)
+    weight, full = parts.weight(p), parts.beside("its weight", value).to(p.device)
+    made: dict[str, Any] | None = None
+    if not kept and _more_than_shown(variant):
+        low_bits.keep(weight.copy_(full), full.to(torch.float32).contiguous())
+        rounded: list[tuple[Tensor, Tensor]] = []
+        made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded))
+        settle(rounded, [weight])
+    else:
+        put(plan, variant, weight, sharding.locals_of(kept or {}), full, hypers)
     if parts.gathered:
-        full = value.full_tensor() if whole else value  # type: ignore[attr-defined]
-        weight = parts.weight(p)
-        put(plan, variant, weight, sharding.locals_of(kept or {}), full)
         sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
-        return
-    part = sharding.local(value) if whole else sharding.part_of(value, parts.layout)
-    put(plan, variant, sharding.local(p), sharding.locals_of(kept or {}), part)
+    return made
+
+
+def _more_than_shown(variant: Variant) -> bool:
+    """Whether a state holds more of a weight than a 16-bit parameter shows."""
+    return any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()
 
 
 def fresh(p: Tensor) -> Tensor:
@@ -151,6 +164,9 @@ def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object],
         if id(target) in owned:
             loading.owned.append((target, value))
         else:
+            if sharding.is_sharded(target) and not sharding.is_sharded(value):
+                of = sharding.layout_of(target)
+                value = sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
             loading.rest[name] = value
     misfits.stop()
     return loading
@@ -178,11 +194,20 @@ def _pattern(t: Tensor) -> Tensor:
     return t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t.detach()
 
 
-def put(plan: ModuleType, variant: Variant, p: Tensor, kept: dict[str, Any] | None, value: Tensor) -> None:
-    """Set a weight and what its state keeps of it; of a DTensor, its part on this rank."""
+def put(
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    kept: dict[str, Any] | None,
+    value: Tensor,
+    hypers: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Set a weight and what its state keeps of it; of a DTensor, its part on this rank.
+
+    Returns a state before the first step where one had to be made.
+    """
     if sharding.is_sharded(p):
-        _put_part(plan, variant, p, kept, value)
-        return
+        return _put_part(plan, variant, p, kept, value, hypers)
     weight = value.detach().to(device=p.device, dtype=torch.float32)
     own = [f.name for f in variant.fields if f.owner == "p"]
     if kept and own:
@@ -190,8 +215,9 @@ def put(plan: ModuleType, variant: Variant, p: Tensor, kept: dict[str, Any] | No
         p.copy_(made["p"])
         for name in own:
             kept[name].copy_(made[name])
-        return
+        return None
     p.copy_(weight)
     low_bits.drop(p)
-    if not kept and (own or "param" in variant.init.values()):
+    if not kept and _more_than_shown(variant):
         low_bits.keep(p, weight)
+    return None

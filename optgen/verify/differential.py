@@ -551,7 +551,7 @@ class Trial:
         self.param.grad_dtype = None  # gradients of any dtype
         self.optimizer = cls([self.param], plan=plan, backend=backend, seed=seed, **self.options)
         group = self.optimizer.param_groups[0]
-        _, self.module, self.variant = checkpoint.select(type(self.optimizer), group, self.param)
+        _, self.module, self.variant = checkpoint.select(type(self.optimizer), group, self.param, 0)
         self._start(states or {}, step)
 
     def _start(self, states: Mapping[str, Tensor], step: int) -> None:

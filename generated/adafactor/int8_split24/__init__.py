@@ -212,13 +212,13 @@ VARIANTS = (
         ),
         stages=(
             Stage("adafactor_float16_1", "elem", 0, (), temps=('row_sum_for_alpha', 'row_sum_for_row_var', 'col_sum_for_col_var'), matrices=True, block=1),
-            Stage("adafactor_float16_2", "row", 1, (0, 1, 2), temps=('mat_sum_of_row_var', 'tensor_sum_for_alpha'), matrices=True, block=1),
+            Stage("adafactor_bfloat16_2", "row", 1, (0, 1, 2), temps=('mat_sum_of_row_var', 'tensor_sum_for_alpha'), matrices=True, block=1),
             Stage("adafactor_float16_3", "col", 1, (0, 1, 2), temps=(), matrices=True, block=1),
             Stage("adafactor_float16_4", "tensor", 1, (3, 4), temps=('alpha',), matrices=False, block=1),
             Stage("adafactor_float16_5", "mat", 1, (5,), temps=('mat_sum_of_row_var_over_rows_max_eps1',), matrices=True, block=1),
             Stage("adafactor_float16_6", "row", 1, (), temps=('row_div',), matrices=True, block=1),
             Stage("adafactor_float16_7", "elem", 2, (6,), temps=('row_sum_of_g',), matrices=True, block=1),
-            Stage("adafactor_float16_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
+            Stage("adafactor_bfloat16_8", "row", 3, (), temps=('tensor_sum_of_g',), matrices=True, block=1),
             Stage("adafactor_float16_9", "tensor", 3, (7, 0), temps=('tensor_div',), matrices=False, block=1),
             Stage("adafactor_float16_10", "elem", 4, (8, 6, 9), temps=(), matrices=True, block=1),
         ),
@@ -343,7 +343,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adafactor_bfloat16_no_factored_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
-            Stage("adafactor_bfloat16_no_factored_small_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
+            Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
             Stage("adafactor_bfloat16_no_factored_small_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=1),
         ),
     ),
@@ -375,7 +375,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adafactor_float16_no_factored_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=64),
-            Stage("adafactor_float16_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
+            Stage("adafactor_bfloat16_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
             Stage("adafactor_float16_no_factored_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=64),
         ),
     ),
@@ -406,7 +406,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adafactor_float16_no_factored_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_for_alpha', 'tensor_sum_of_g'), matrices=False, block=1),
-            Stage("adafactor_float16_no_factored_small_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
+            Stage("adafactor_float32_no_factored_2", "tensor", 1, (3, 4, 5, 6), temps=('tensor_div',), matrices=False, block=1),
             Stage("adafactor_float16_no_factored_small_3", "elem", 2, (7, 0, 1, 2, 8), temps=(), matrices=False, block=1),
         ),
     ),

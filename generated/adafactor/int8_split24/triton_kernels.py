@@ -714,162 +714,6 @@ def adafactor_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
 
 
 @triton.jit
-def adafactor_bfloat16_2_values(
-    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, STORED: tl.constexpr,
-):
-    """Values of rows."""
-    row_sum_for_row_var = get(row_sum_for_row_var_ptr, at, live, True)
-    row_var = get(row_var_ptr, at, live, True)
-    row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
-    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-    if STORED:
-        put(row_var_ptr, at, row_var, live, True)
-    return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
-
-
-@triton.jit
-def adafactor_bfloat16_2_round(
-    row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
-    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            row_var_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                row_var_term, row_sum_for_alpha_term = adafactor_bfloat16_2_values(
-                    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-                    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
-                )
-                row_var_terms += tl.sum(row_var_term, 0)
-            tl.store(mat_sum_of_row_var_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(row_var_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            row_var_term, row_sum_for_alpha_term = adafactor_bfloat16_2_values(
-                row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-                grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
-            )
-            tl.store(mat_sum_of_row_var_ptr + number, tl.sum(row_var_term, 1), mask=number < end)
-    row_sum_for_alpha_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_var_term, row_sum_for_alpha_term = adafactor_bfloat16_2_values(
-            row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-            grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, True,
-        )
-        row_sum_for_alpha_terms += tl.sum(row_sum_for_alpha_term, 0)
-    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_alpha_terms, [1, 256]), 1))
-
-
-@triton.jit
-def adafactor_bfloat16_3_values(
-    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
-    one_minus_t_pow_beta2_decay, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
-    col_var = get(col_var_ptr, at, live, True)
-    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
-    put(col_var_ptr, at, col_var, live, True)
-
-
-@triton.jit
-def adafactor_bfloat16_3_round(
-    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
-    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        adafactor_bfloat16_3_values(
-            col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
-            one_minus_t_pow_beta2_decay, one_minus_beta2,
-        )
-
-
-@triton.jit
-def adafactor_bfloat16_4_values(
-    alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5,
-):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_ptr, alpha)
-
-
-@triton.jit
-def adafactor_bfloat16_4_round(
-    alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_bfloat16_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5)
-
-
-@triton.jit
-def adafactor_bfloat16_5_values(
-    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
-):
-    """Values of matrices."""
-    mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
-    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
-
-
-@triton.jit
-def adafactor_bfloat16_5_round(
-    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
-    columns, eps1, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        adafactor_bfloat16_5_values(
-            mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
-        )
-
-
-@triton.jit
-def adafactor_bfloat16_6_values(
-    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    row_var = get(row_var_ptr, at, live, True)
-    mat_sum_of_row_var_over_rows_max_eps1 = get(mat_sum_of_row_var_over_rows_max_eps1_ptr, at_mat, live, True)
-    put(row_div_ptr, at, row_var / mat_sum_of_row_var_over_rows_max_eps1, live, True)
-
-
-@triton.jit
-def adafactor_bfloat16_6_round(
-    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        adafactor_bfloat16_6_values(
-            row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
-        )
-
-
-@triton.jit
 def adafactor_bfloat16_2(
     table, work, grad_scale_times_grad_scale: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
     one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
@@ -897,32 +741,32 @@ def adafactor_bfloat16_2(
     extent_elements = tl.load(row + 31).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        adafactor_bfloat16_2_round(
+        adafactor_float32_2_round(
             row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
             row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
             one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        adafactor_bfloat16_3_round(
+        adafactor_float32_3_round(
             col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
             grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        adafactor_bfloat16_4_round(
+        adafactor_float32_4_round(
             alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
             LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        adafactor_bfloat16_5_round(
+        adafactor_float32_5_round(
             mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
             columns, eps1, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 4:
-        adafactor_bfloat16_6_round(
+        adafactor_float32_6_round(
             row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns, LANES,
         )
 
@@ -1029,49 +873,6 @@ def adafactor_bfloat16_7_flat(
 
 
 @triton.jit
-def adafactor_bfloat16_8_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def adafactor_bfloat16_8_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = adafactor_bfloat16_8_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def adafactor_bfloat16_9_values(
-    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    alpha = tl.load(alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_bfloat16_9_round(
-    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_bfloat16_9_values(
-        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def adafactor_bfloat16_8(
     table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
@@ -1090,10 +891,10 @@ def adafactor_bfloat16_8(
     extent_elements = tl.load(row + 31).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        adafactor_bfloat16_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+        adafactor_float32_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        adafactor_bfloat16_9_round(
+        adafactor_float32_9_round(
             tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
             grad_scale_times_grad_scale, LANES,
         )
@@ -1348,218 +1149,6 @@ def adafactor_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
 
 
 @triton.jit
-def adafactor_float16_2_values(
-    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, STORED: tl.constexpr,
-):
-    """Values of rows."""
-    row_sum_for_row_var = get(row_sum_for_row_var_ptr, at, live, True)
-    row_var = get(row_var_ptr, at, live, True)
-    row_sum_for_alpha = get(row_sum_for_alpha_ptr, at, live, True)
-    # 45  row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-    row_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_row_var / extent_columns, one_minus_t_pow_beta2_decay * row_var)
-    if STORED:
-        put(row_var_ptr, at, row_var, live, True)
-    return term(row_var, at, live, True), term(row_sum_for_alpha, at, live, True)
-
-
-@triton.jit
-def adafactor_float16_2_round(
-    row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-    row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
-    one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            row_var_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                row_var_term, row_sum_for_alpha_term = adafactor_float16_2_values(
-                    row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-                    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
-                )
-                row_var_terms += tl.sum(row_var_term, 0)
-            tl.store(mat_sum_of_row_var_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(row_var_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            row_var_term, row_sum_for_alpha_term = adafactor_float16_2_values(
-                row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-                grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, False,
-            )
-            tl.store(mat_sum_of_row_var_ptr + number, tl.sum(row_var_term, 1), mask=number < end)
-    row_sum_for_alpha_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_var_term, row_sum_for_alpha_term = adafactor_float16_2_values(
-            row_var_ptr, row_sum_for_row_var_ptr, row_sum_for_alpha_ptr, extent_columns, at, live,
-            grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, True,
-        )
-        row_sum_for_alpha_terms += tl.sum(row_sum_for_alpha_term, 0)
-    tl.store(tensor_sum_for_alpha_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_alpha_terms, [1, 256]), 1))
-
-
-@triton.jit
-def adafactor_float16_3_values(
-    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
-    one_minus_t_pow_beta2_decay, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_col_var = get(col_sum_for_col_var_ptr, at, live, True)
-    col_var = get(col_var_ptr, at, live, True)
-    # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-    col_var = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows, one_minus_t_pow_beta2_decay * col_var)
-    put(col_var_ptr, at, col_var, live, True)
-
-
-@triton.jit
-def adafactor_float16_3_round(
-    col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
-    grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        adafactor_float16_3_values(
-            col_var_ptr, col_sum_for_col_var_ptr, extent_rows, at, live, grad_scale_times_grad_scale,
-            one_minus_t_pow_beta2_decay, one_minus_beta2,
-        )
-
-
-@triton.jit
-def adafactor_float16_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(alpha_ptr, alpha)
-
-
-@triton.jit
-def adafactor_float16_4_round(
-    alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_float16_4_values(alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, eps2, lr_min_t_pow_m0p5)
-
-
-@triton.jit
-def adafactor_float16_5_values(
-    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
-):
-    """Values of matrices."""
-    mat_sum_of_row_var = get(mat_sum_of_row_var_ptr, at, live, True)
-    put(mat_sum_of_row_var_over_rows_max_eps1_ptr, at, tl.maximum(mat_sum_of_row_var / extent_rows, eps1, propagate_nan=tl.PropagateNan.ALL), live, True)
-
-
-@triton.jit
-def adafactor_float16_5_round(
-    mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
-    columns, eps1, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        adafactor_float16_5_values(
-            mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, at, live, eps1,
-        )
-
-
-@triton.jit
-def adafactor_float16_6_values(
-    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    row_var = get(row_var_ptr, at, live, True)
-    mat_sum_of_row_var_over_rows_max_eps1 = get(mat_sum_of_row_var_over_rows_max_eps1_ptr, at_mat, live, True)
-    put(row_div_ptr, at, row_var / mat_sum_of_row_var_over_rows_max_eps1, live, True)
-
-
-@triton.jit
-def adafactor_float16_6_round(
-    row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        adafactor_float16_6_values(
-            row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, at, live, at_mat,
-        )
-
-
-@triton.jit
-def adafactor_float16_2(
-    table, work, grad_scale_times_grad_scale: tl.float32, one_minus_t_pow_beta2_decay: tl.float32,
-    one_minus_beta2: tl.float32, eps2: tl.float32, lr_min_t_pow_m0p5: tl.float32, eps1: tl.float32,
-    LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    row_var_ptr = pointer(row + 3, tl.float32, False)
-    mat_sum_of_row_var_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_alpha_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_row_var_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_for_alpha_ptr = pointer(row + 5, tl.float32, False)
-    col_var_ptr = pointer(row + 4, tl.float32, False)
-    col_sum_for_col_var_ptr = pointer(row + 7, tl.float32, False)
-    alpha_ptr = pointer(row + 10, tl.float32, False)
-    mat_sum_of_row_var_over_rows_max_eps1_ptr = pointer(row + 11, tl.float32, False)
-    row_div_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 21)
-    columns = tl.load(row + 22)
-    extent_columns = tl.load(row + 30).to(tl.float32)
-    extent_rows = tl.load(row + 29).to(tl.float32)
-    extent_elements = tl.load(row + 31).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        adafactor_float16_2_round(
-            row_var_ptr, mat_sum_of_row_var_ptr, tensor_sum_for_alpha_ptr, row_sum_for_row_var_ptr,
-            row_sum_for_alpha_ptr, extent_columns, first, end, rows, columns, grad_scale_times_grad_scale,
-            one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        adafactor_float16_3_round(
-            col_var_ptr, col_sum_for_col_var_ptr, extent_rows, first, end, rows, columns,
-            grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        adafactor_float16_4_round(
-            alpha_ptr, tensor_sum_for_alpha_ptr, extent_elements, first, end, rows, columns, eps2, lr_min_t_pow_m0p5,
-            LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        adafactor_float16_5_round(
-            mat_sum_of_row_var_over_rows_max_eps1_ptr, mat_sum_of_row_var_ptr, extent_rows, first, end, rows,
-            columns, eps1, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        adafactor_float16_6_round(
-            row_var_ptr, row_div_ptr, mat_sum_of_row_var_over_rows_max_eps1_ptr, first, end, rows, columns, LANES,
-        )
-
-
-@triton.jit
 def adafactor_float16_7_tile(
     g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live_row, live_col, eps1_times_eps1,
     MASKED: tl.constexpr,
@@ -1658,77 +1247,6 @@ def adafactor_float16_7_flat(
             g_ptr, col_var_ptr, row_div_ptr, at, at_row, at_col, live, live, live, eps1_times_eps1, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def adafactor_float16_8_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def adafactor_float16_8_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = adafactor_float16_8_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def adafactor_float16_9_values(
-    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    alpha = tl.load(alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_float16_9_round(
-    tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_float16_9_values(
-        tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, d, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def adafactor_float16_8(
-    table, work, d: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
-    row_sum_of_g_ptr = pointer(row + 13, tl.float32, False)
-    tensor_div_ptr = pointer(row + 15, tl.float32, False)
-    alpha_ptr = pointer(row + 10, tl.float32, False)
-    rows = tl.load(row + 21)
-    columns = tl.load(row + 22)
-    extent_elements = tl.load(row + 31).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        adafactor_float16_8_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        adafactor_float16_9_round(
-            tensor_div_ptr, alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, d,
-            grad_scale_times_grad_scale, LANES,
-        )
 
 
 @triton.jit
@@ -2269,31 +1787,6 @@ def adafactor_float32_no_factored_small_1(
 
 
 @triton.jit
-def adafactor_float32_no_factored_small_2_values(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_float32_no_factored_small_2_round(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_float32_no_factored_small_2_values(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def adafactor_float32_no_factored_small_2(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
@@ -2309,7 +1802,7 @@ def adafactor_float32_no_factored_small_2(
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 19).to(tl.float32)
-    adafactor_float32_no_factored_small_2_round(
+    adafactor_float32_no_factored_2_round(
         tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
         columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
     )
@@ -2511,31 +2004,6 @@ def adafactor_bfloat16_no_factored_1(
 
 
 @triton.jit
-def adafactor_bfloat16_no_factored_2_values(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_bfloat16_no_factored_2_round(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_bfloat16_no_factored_2_values(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def adafactor_bfloat16_no_factored_2(
     table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
@@ -2551,7 +2019,7 @@ def adafactor_bfloat16_no_factored_2(
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 21).to(tl.float32)
-    adafactor_bfloat16_no_factored_2_round(
+    adafactor_float32_no_factored_2_round(
         tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
         columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
     )
@@ -2795,53 +2263,6 @@ def adafactor_bfloat16_no_factored_small_1(
 
 
 @triton.jit
-def adafactor_bfloat16_no_factored_small_2_values(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_bfloat16_no_factored_small_2_round(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_bfloat16_no_factored_small_2_values(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def adafactor_bfloat16_no_factored_small_2(
-    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_div_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_alpha_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    extent_elements = tl.load(row + 20).to(tl.float32)
-    adafactor_bfloat16_no_factored_small_2_round(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-        columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
 def adafactor_bfloat16_no_factored_small_3_tile(
     p_ptr, g_ptr, weight_low_ptr, variance_ptr, tensor_div_ptr, at, live, index,
     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
@@ -3079,53 +2500,6 @@ def adafactor_float16_no_factored_1(
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adafactor_float16_no_factored_2_values(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_float16_no_factored_2_round(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_float16_no_factored_2_values(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def adafactor_float16_no_factored_2(
-    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_div_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_alpha_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    extent_elements = tl.load(row + 21).to(tl.float32)
-    adafactor_float16_no_factored_2_round(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-        columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit
@@ -3388,53 +2762,6 @@ def adafactor_float16_no_factored_small_1(
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adafactor_float16_no_factored_small_2_values(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-    lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_alpha = tl.load(tensor_sum_for_alpha_ptr)
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    # 42  alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-    alpha = tl.maximum(tl.sqrt(tensor_sum_for_alpha / extent_elements), eps2, propagate_nan=tl.PropagateNan.ALL) * lr_min_t_pow_m0p5
-    tl.store(tensor_div_ptr, alpha / tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / d, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def adafactor_float16_no_factored_small_2_round(
-    tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-    columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adafactor_float16_no_factored_small_2_values(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, eps2, d,
-        lr_min_t_pow_m0p5, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def adafactor_float16_no_factored_small_2(
-    table, work, eps2: tl.float32, d: tl.float32, lr_min_t_pow_m0p5: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """adafactor: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_div_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_alpha_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    extent_elements = tl.load(row + 20).to(tl.float32)
-    adafactor_float16_no_factored_small_2_round(
-        tensor_div_ptr, tensor_sum_for_alpha_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows,
-        columns, eps2, d, lr_min_t_pow_m0p5, grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit

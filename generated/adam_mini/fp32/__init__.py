@@ -111,7 +111,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_bfloat16_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_bfloat16_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
+            Stage("adam_mini_float32_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
             Stage("adam_mini_bfloat16_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
         ),
     ),
@@ -142,7 +142,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_float16_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float16_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
+            Stage("adam_mini_float32_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
             Stage("adam_mini_float16_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
         ),
     ),
@@ -204,7 +204,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_bfloat16_no_by_rows_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_bfloat16_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
             Stage("adam_mini_bfloat16_no_by_rows_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),
@@ -235,7 +235,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_float16_no_by_rows_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float16_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
             Stage("adam_mini_float16_no_by_rows_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),

@@ -322,58 +322,6 @@ def adam_mini_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
 
 
 @triton.jit
-def adam_mini_bfloat16_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_bfloat16_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_bfloat16_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
-def adam_mini_bfloat16_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_row_ptr = pointer(row + 3, tl.float32, False)
-    denom_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_vmean_row_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    extent_columns = tl.load(row + 17).to(tl.float32)
-    adam_mini_bfloat16_2_round(
-        vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-        eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
-
-
-@triton.jit
 def adam_mini_bfloat16_3_tile(
     p_ptr, g_ptr, m_ptr, denom_ptr, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
@@ -554,58 +502,6 @@ def adam_mini_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr
 
 
 @triton.jit
-def adam_mini_float16_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_float16_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_float16_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
-def adam_mini_float16_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_row_ptr = pointer(row + 3, tl.float32, False)
-    denom_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_vmean_row_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    extent_columns = tl.load(row + 17).to(tl.float32)
-    adam_mini_float16_2_round(
-        vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-        eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
-
-
-@triton.jit
 def adam_mini_float16_3_tile(
     p_ptr, g_ptr, m_ptr, denom_ptr, at, at_row, live, live_row, beta1, one_minus_lr_times_weight_decay,
     one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
@@ -712,15 +608,6 @@ def adam_mini_float16_3_flat(
 
 
 @triton.jit
-def adam_mini_float32_no_by_rows_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(g * g, at, live, MASKED)
-
-
-@triton.jit
 def adam_mini_float32_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -742,18 +629,18 @@ def adam_mini_float32_no_by_rows_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
 
@@ -880,16 +767,6 @@ def adam_mini_float32_no_by_rows_3(
 
 
 @triton.jit
-def adam_mini_bfloat16_no_by_rows_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def adam_mini_bfloat16_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -911,69 +788,20 @@ def adam_mini_bfloat16_no_by_rows_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_bfloat16_no_by_rows_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_ptr = pointer(row + 3, tl.float32, False)
-    denom_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_vmean_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    extent_elements = tl.load(row + 18).to(tl.float32)
-    adam_mini_bfloat16_no_by_rows_2_round(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-        grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
 
 
 @triton.jit
@@ -1053,16 +881,6 @@ def adam_mini_bfloat16_no_by_rows_3(
 
 
 @triton.jit
-def adam_mini_float16_no_by_rows_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def adam_mini_float16_no_by_rows_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1084,69 +902,20 @@ def adam_mini_float16_no_by_rows_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_float16_no_by_rows_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_ptr = pointer(row + 3, tl.float32, False)
-    denom_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_vmean_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    extent_elements = tl.load(row + 18).to(tl.float32)
-    adam_mini_float16_no_by_rows_2_round(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-        grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
 
 
 @triton.jit

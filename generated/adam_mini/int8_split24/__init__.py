@@ -206,7 +206,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_bfloat16_small_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_bfloat16_small_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
+            Stage("adam_mini_float32_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
             Stage("adam_mini_bfloat16_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
         ),
     ),
@@ -239,7 +239,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_float16_1", "elem", 0, (0, 1), temps=('row_sum_for_vmean_row',), matrices=True, block=64),
-            Stage("adam_mini_float16_2", "row", 1, (2, 3, 4, 5, 6), temps=('denom',), matrices=True, block=1),
+            Stage("adam_mini_bfloat16_2", "row", 1, (2, 3, 4, 5, 6), temps=('denom',), matrices=True, block=1),
             Stage("adam_mini_float16_3", "elem", 2, (7, 8), temps=(), matrices=True, block=64),
         ),
     ),
@@ -271,7 +271,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_float16_small_1", "elem", 0, (), temps=('row_sum_for_vmean_row',), matrices=True, block=1),
-            Stage("adam_mini_float16_small_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
+            Stage("adam_mini_float32_2", "row", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=True, block=1),
             Stage("adam_mini_float16_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=True, block=1),
         ),
     ),
@@ -399,7 +399,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_bfloat16_no_by_rows_small_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_bfloat16_no_by_rows_small_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
             Stage("adam_mini_bfloat16_no_by_rows_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),
@@ -432,7 +432,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_float16_no_by_rows_1", "elem", 0, (0, 1), temps=('tensor_sum_for_vmean',), matrices=False, block=64),
-            Stage("adam_mini_float16_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('denom',), matrices=False, block=1),
+            Stage("adam_mini_bfloat16_no_by_rows_2", "tensor", 1, (2, 3, 4, 5, 6), temps=('denom',), matrices=False, block=1),
             Stage("adam_mini_float16_no_by_rows_3", "elem", 2, (7, 8), temps=(), matrices=False, block=64),
         ),
     ),
@@ -464,7 +464,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adam_mini_float16_no_by_rows_small_1", "elem", 0, (), temps=('tensor_sum_for_vmean',), matrices=False, block=1),
-            Stage("adam_mini_float16_no_by_rows_small_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
+            Stage("adam_mini_float32_no_by_rows_2", "tensor", 1, (0, 1, 2, 3, 4), temps=('denom',), matrices=False, block=1),
             Stage("adam_mini_float16_no_by_rows_small_3", "elem", 2, (5, 6, 7, 8, 9), temps=(), matrices=False, block=1),
         ),
     ),

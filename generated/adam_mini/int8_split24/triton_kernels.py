@@ -404,36 +404,6 @@ def adam_mini_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.con
 
 
 @triton.jit
-def adam_mini_float32_small_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_float32_small_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_float32_small_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
 def adam_mini_float32_small_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
@@ -449,7 +419,7 @@ def adam_mini_float32_small_2(
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_columns = tl.load(row + 17).to(tl.float32)
-    adam_mini_float32_small_2_round(
+    adam_mini_float32_2_round(
         vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
         eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
     )
@@ -704,36 +674,6 @@ def adam_mini_bfloat16_1_flat(
 
 
 @triton.jit
-def adam_mini_bfloat16_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_bfloat16_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_bfloat16_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
 def adam_mini_bfloat16_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
@@ -749,7 +689,7 @@ def adam_mini_bfloat16_2(
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_columns = tl.load(row + 19).to(tl.float32)
-    adam_mini_bfloat16_2_round(
+    adam_mini_float32_2_round(
         vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
         eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
     )
@@ -970,58 +910,6 @@ def adam_mini_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.co
         live = at < numel
         row_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def adam_mini_bfloat16_small_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_bfloat16_small_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_bfloat16_small_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
-def adam_mini_bfloat16_small_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_row_ptr = pointer(row + 4, tl.float32, False)
-    denom_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_for_vmean_row_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_columns = tl.load(row + 18).to(tl.float32)
-    adam_mini_bfloat16_small_2_round(
-        vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-        eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
 
 
 @triton.jit
@@ -1305,58 +1193,6 @@ def adam_mini_float16_1_flat(
 
 
 @triton.jit
-def adam_mini_float16_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_float16_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_float16_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
-def adam_mini_float16_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_row_ptr = pointer(row + 5, tl.float32, False)
-    denom_ptr = pointer(row + 7, tl.float32, False)
-    row_sum_for_vmean_row_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    extent_columns = tl.load(row + 19).to(tl.float32)
-    adam_mini_float16_2_round(
-        vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-        eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
-
-
-@triton.jit
 def adam_mini_float16_3_tile(
     p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, denom_ptr, at, at_block, at_row, live, live_block, live_row,
     index, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
@@ -1589,58 +1425,6 @@ def adam_mini_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.con
         live = at < numel
         row_sum_term = adam_mini_float16_small_1_tile(g_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def adam_mini_float16_small_2_values(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of rows."""
-    row_sum_for_vmean_row = get(row_sum_for_vmean_row_ptr, at, live, True)
-    vmean_row = get(vmean_row_ptr, at, live, True)
-    # 28  vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
-    vmean_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_vmean_row / extent_columns, beta2 * vmean_row)
-    denom = tl.sqrt(vmean_row) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    put(vmean_row_ptr, at, vmean_row, live, True)
-    put(denom_ptr, at, denom, live, True)
-
-
-@triton.jit
-def adam_mini_float16_small_2_round(
-    vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-    eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        adam_mini_float16_small_2_values(
-            vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, at, live, beta2, eps,
-            grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        )
-
-
-@triton.jit
-def adam_mini_float16_small_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_row_ptr = pointer(row + 4, tl.float32, False)
-    denom_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_for_vmean_row_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_columns = tl.load(row + 18).to(tl.float32)
-    adam_mini_float16_small_2_round(
-        vmean_row_ptr, denom_ptr, row_sum_for_vmean_row_ptr, extent_columns, first, end, rows, columns, beta2,
-        eps, grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
 
 
 @triton.jit
@@ -2069,15 +1853,6 @@ def adam_mini_float32_no_by_rows_3(
 
 
 @triton.jit
-def adam_mini_float32_no_by_rows_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(g * g, at, live, MASKED)
-
-
-@triton.jit
 def adam_mini_float32_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2099,47 +1874,20 @@ def adam_mini_float32_no_by_rows_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float32_no_by_rows_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = adam_mini_float32_no_by_rows_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = adam_mini_float32_no_by_rows_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adam_mini_float32_no_by_rows_small_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_float32_no_by_rows_small_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_float32_no_by_rows_small_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
 
 
 @triton.jit
@@ -2158,7 +1906,7 @@ def adam_mini_float32_no_by_rows_small_2(
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
-    adam_mini_float32_no_by_rows_small_2_round(
+    adam_mini_float32_no_by_rows_2_round(
         vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
         grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
     )
@@ -2364,33 +2112,6 @@ def adam_mini_bfloat16_no_by_rows_1(
 
 
 @triton.jit
-def adam_mini_bfloat16_no_by_rows_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_bfloat16_no_by_rows_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
-
-
-@triton.jit
 def adam_mini_bfloat16_no_by_rows_2(
     table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
@@ -2406,7 +2127,7 @@ def adam_mini_bfloat16_no_by_rows_2(
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 20).to(tl.float32)
-    adam_mini_bfloat16_no_by_rows_2_round(
+    adam_mini_float32_no_by_rows_2_round(
         vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
         grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
     )
@@ -2536,16 +2257,6 @@ def adam_mini_bfloat16_no_by_rows_3(
 
 
 @triton.jit
-def adam_mini_bfloat16_no_by_rows_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def adam_mini_bfloat16_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2567,69 +2278,20 @@ def adam_mini_bfloat16_no_by_rows_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_bfloat16_no_by_rows_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = adam_mini_bfloat16_no_by_rows_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = adam_mini_bfloat16_no_by_rows_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_small_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_small_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_bfloat16_no_by_rows_small_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
-
-
-@triton.jit
-def adam_mini_bfloat16_no_by_rows_small_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_ptr = pointer(row + 4, tl.float32, False)
-    denom_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_vmean_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_elements = tl.load(row + 19).to(tl.float32)
-    adam_mini_bfloat16_no_by_rows_small_2_round(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-        grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
 
 
 @triton.jit
@@ -2872,55 +2534,6 @@ def adam_mini_float16_no_by_rows_1(
 
 
 @triton.jit
-def adam_mini_float16_no_by_rows_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_float16_no_by_rows_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_ptr = pointer(row + 5, tl.float32, False)
-    denom_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    extent_elements = tl.load(row + 20).to(tl.float32)
-    adam_mini_float16_no_by_rows_2_round(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-        grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
-
-
-@triton.jit
 def adam_mini_float16_no_by_rows_3_tile(
     p_ptr, weight_low_ptr, m_ptr, m_scale_ptr, denom_ptr, at, at_block, live, live_block, index,
     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key,
@@ -3062,16 +2675,6 @@ def adam_mini_float16_no_by_rows_3(
 
 
 @triton.jit
-def adam_mini_float16_no_by_rows_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def adam_mini_float16_no_by_rows_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -3093,69 +2696,20 @@ def adam_mini_float16_no_by_rows_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = adam_mini_float16_no_by_rows_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
+            tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = adam_mini_float16_no_by_rows_small_1_tile(g_ptr + start, at, at, False)
+        tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = adam_mini_float16_no_by_rows_small_1_tile(g_ptr + start, few, live, True)
+            tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_small_2_values(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-    one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-):
-    """Values of the tensor."""
-    tensor_sum_for_vmean = tl.load(tensor_sum_for_vmean_ptr)
-    vmean = tl.load(vmean_ptr)
-    # 30  vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
-    vmean = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * tensor_sum_for_vmean / extent_elements, beta2 * vmean)
-    denom = tl.sqrt(vmean) / sqrt_one_minus_beta2_pow_t + eps  # 32  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    tl.store(vmean_ptr, vmean)
-    tl.store(denom_ptr, denom)
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_small_2_round(
-    vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-    grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    adam_mini_float16_no_by_rows_small_2_values(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, beta2, eps, grad_scale_times_grad_scale,
-        one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-    )
-
-
-@triton.jit
-def adam_mini_float16_no_by_rows_small_2(
-    table, work, beta2: tl.float32, eps: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, sqrt_one_minus_beta2_pow_t: tl.float32, LANES: tl.constexpr,
-):
-    """adam_mini: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    vmean_ptr = pointer(row + 4, tl.float32, False)
-    denom_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_vmean_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_elements = tl.load(row + 19).to(tl.float32)
-    adam_mini_float16_no_by_rows_small_2_round(
-        vmean_ptr, denom_ptr, tensor_sum_for_vmean_ptr, extent_elements, first, end, rows, columns, beta2, eps,
-        grad_scale_times_grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, LANES,
-    )
 
 
 @triton.jit

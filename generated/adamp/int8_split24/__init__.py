@@ -372,7 +372,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_float16_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=64),
-            Stage("adamp_float16_2", "row", 1, (6, 7, 8), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("adamp_bfloat16_2", "row", 1, (6, 7, 8), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("adamp_float16_3", "tensor", 1, (9,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_float16_4", "tensor", 1, (6, 7, 8), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float16_5", "tensor", 1, (10, 11, 12), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -423,7 +423,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_float16_small_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=1),
-            Stage("adamp_float16_small_2", "row", 1, (6, 7, 8), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("adamp_bfloat16_small_2", "row", 1, (6, 7, 8), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("adamp_float16_small_3", "tensor", 1, (9,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_float16_small_4", "tensor", 1, (6, 7, 8), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float16_small_5", "tensor", 1, (10, 11, 12), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -611,7 +611,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_float32_nesterov_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_p'), matrices=True, block=64),
-            Stage("adamp_float32_nesterov_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_p'), matrices=True, block=1),
+            Stage("adamp_float32_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_p'), matrices=True, block=1),
             Stage("adamp_float32_nesterov_3", "tensor", 1, (10,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_float32_nesterov_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float32_nesterov_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -661,7 +661,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_float32_nesterov_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_p'), matrices=True, block=1),
-            Stage("adamp_float32_nesterov_small_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_p'), matrices=True, block=1),
+            Stage("adamp_float32_small_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_p'), matrices=True, block=1),
             Stage("adamp_float32_nesterov_small_3", "tensor", 1, (10,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_float32_nesterov_small_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float32_nesterov_small_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -714,7 +714,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_bfloat16_nesterov_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=64),
-            Stage("adamp_bfloat16_nesterov_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("adamp_bfloat16_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("adamp_bfloat16_nesterov_3", "tensor", 1, (10,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_bfloat16_nesterov_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_bfloat16_nesterov_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -765,7 +765,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_bfloat16_nesterov_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=1),
-            Stage("adamp_bfloat16_nesterov_small_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("adamp_bfloat16_small_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("adamp_bfloat16_nesterov_small_3", "tensor", 1, (10,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_bfloat16_nesterov_small_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_bfloat16_nesterov_small_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -818,7 +818,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_float16_nesterov_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=64),
-            Stage("adamp_float16_nesterov_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("adamp_bfloat16_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("adamp_float16_nesterov_3", "tensor", 1, (10,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_float16_nesterov_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float16_nesterov_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -869,7 +869,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("adamp_float16_nesterov_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=1),
-            Stage("adamp_float16_nesterov_small_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("adamp_bfloat16_small_2", "row", 1, (7, 8, 9), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("adamp_float16_nesterov_small_3", "tensor", 1, (10,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("adamp_float16_nesterov_small_4", "tensor", 1, (7, 8, 9), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("adamp_float16_nesterov_small_5", "tensor", 1, (11, 12, 13), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),

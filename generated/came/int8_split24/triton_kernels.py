@@ -922,16 +922,6 @@ def came_float32_14_flat(
 
 
 @triton.jit
-def came_float32_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    g_mul = g * g
-    return term(g_mul, at, live, MASKED)
-
-
-@triton.jit
 def came_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -965,7 +955,7 @@ def came_float32_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float32_small_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
         g_mul_terms += tl.sum(g_mul_term, 0)
@@ -974,7 +964,7 @@ def came_float32_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float32_small_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term = came_float32_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
         g_mul_terms += tl.sum(g_mul_term, 0)
@@ -997,132 +987,8 @@ def came_float32_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float32_small_1_tile(g_ptr, at, live, True)
+        g_mul_term = came_float32_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term, live, True)
-
-
-@triton.jit
-def came_float32_small_2_values(
-    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
-    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
-    return term(exp_avg_sq_row, at, live, True)
-
-
-@triton.jit
-def came_float32_small_2_round(
-    exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_sq_row_term = came_float32_small_2_values(
-                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2,
-                )
-                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_sq_row_term = came_float32_small_2_values(
-                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2,
-            )
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_float32_small_3_values(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
-    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
-    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
-    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
-
-
-@triton.jit
-def came_float32_small_3_round(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-    LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_float32_small_3_values(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-        )
-
-
-@triton.jit
-def came_float32_small_4_values(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_float32_small_4_round(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_float32_small_4_values(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_float32_small_5_values(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
-
-
-@triton.jit
-def came_float32_small_5_round(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_float32_small_5_values(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-        )
 
 
 @triton.jit
@@ -1149,43 +1015,28 @@ def came_float32_small_2(
     extent_rows = tl.load(row + 36).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_small_2_round(
+        came_float32_2_round(
             exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
             end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_small_3_round(
+        came_float32_3_round(
             exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
             first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_float32_small_4_round(
+        came_float32_4_round(
             mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_float32_small_5_round(
+        came_float32_5_round(
             exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
             columns, LANES,
         )
-
-
-@triton.jit
-def came_float32_small_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
-    one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    # -- encode and store
-    g_mul = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -1223,7 +1074,7 @@ def came_float32_small_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float32_small_6_tile(
+        row_sum_term = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
             at_row, lane, at, at_row, lane, False,
         )
@@ -1234,7 +1085,7 @@ def came_float32_small_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float32_small_6_tile(
+        row_sum_term = came_float32_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
             at_row, lane, live, live_row, live_col, True,
         )
@@ -1263,55 +1114,11 @@ def came_float32_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float32_small_6_tile(
+        row_sum_term = came_float32_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
             live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def came_float32_small_7_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def came_float32_small_7_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = came_float32_small_7_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def came_float32_small_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float32_small_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float32_small_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
 
 
 @triton.jit
@@ -1332,10 +1139,10 @@ def came_float32_small_7(
     extent_elements = tl.load(row + 38).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_small_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+        came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_small_8_round(
+        came_float32_8_round(
             one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
             grad_scale_times_grad_scale, LANES,
         )
@@ -1471,131 +1278,6 @@ def came_float32_small_9_flat(
 
 
 @triton.jit
-def came_float32_small_10_values(
-    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-    one_minus_beta3,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
-    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
-    return term(exp_avg_res_row, at, live, True)
-
-
-@triton.jit
-def came_float32_small_10_round(
-    exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_res_row_term = came_float32_small_10_values(
-                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                    one_minus_beta3,
-                )
-                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_float32_small_10_values(
-                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                one_minus_beta3,
-            )
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_float32_small_11_values(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    at, live, eps2, beta3, one_minus_beta3,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
-    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
-    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
-    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
-
-
-@triton.jit
-def came_float32_small_11_round(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_float32_small_11_values(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            at, live, eps2, beta3, one_minus_beta3,
-        )
-
-
-@triton.jit
-def came_float32_small_12_values(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_float32_small_12_round(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_float32_small_12_values(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_float32_small_13_values(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-    at_mat,
-):
-    """Values of rows."""
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
-
-
-@triton.jit
-def came_float32_small_13_round(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_float32_small_13_values(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-            at_mat,
-        )
-
-
-@triton.jit
 def came_float32_small_10(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
@@ -1619,25 +1301,25 @@ def came_float32_small_10(
     extent_rows = tl.load(row + 36).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_float32_small_10_round(
+        came_float32_10_round(
             exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_float32_small_11_round(
+        came_float32_11_round(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_float32_small_12_round(
+        came_float32_12_round(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_float32_small_13_round(
+        came_float32_13_round(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
             rows, columns, LANES,
         )
@@ -1827,130 +1509,6 @@ def came_bfloat16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
 
 
 @triton.jit
-def came_bfloat16_2_values(
-    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
-    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
-    return term(exp_avg_sq_row, at, live, True)
-
-
-@triton.jit
-def came_bfloat16_2_round(
-    exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_sq_row_term = came_bfloat16_2_values(
-                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2,
-                )
-                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_sq_row_term = came_bfloat16_2_values(
-                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2,
-            )
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_bfloat16_3_values(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
-    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
-    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
-    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
-
-
-@triton.jit
-def came_bfloat16_3_round(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-    LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_bfloat16_3_values(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-        )
-
-
-@triton.jit
-def came_bfloat16_4_values(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_bfloat16_4_round(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_bfloat16_4_values(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_bfloat16_5_values(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
-
-
-@triton.jit
-def came_bfloat16_5_round(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_bfloat16_5_values(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-        )
-
-
-@triton.jit
 def came_bfloat16_2(
     table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
     one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
@@ -1974,25 +1532,25 @@ def came_bfloat16_2(
     extent_rows = tl.load(row + 38).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_bfloat16_2_round(
+        came_float32_2_round(
             exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
             end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_bfloat16_3_round(
+        came_float32_3_round(
             exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
             first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_bfloat16_4_round(
+        came_float32_4_round(
             mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_bfloat16_5_round(
+        came_float32_5_round(
             exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
             columns, LANES,
         )
@@ -2096,50 +1654,6 @@ def came_bfloat16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TI
 
 
 @triton.jit
-def came_bfloat16_7_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def came_bfloat16_7_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = came_bfloat16_7_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def came_bfloat16_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_bfloat16_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_bfloat16_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def came_bfloat16_7(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
@@ -2157,10 +1671,10 @@ def came_bfloat16_7(
     extent_elements = tl.load(row + 40).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_bfloat16_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
+        came_float32_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_bfloat16_8_round(
+        came_float32_8_round(
             one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
             grad_scale_times_grad_scale, LANES,
         )
@@ -2345,131 +1859,6 @@ def came_bfloat16_9_flat(
 
 
 @triton.jit
-def came_bfloat16_10_values(
-    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-    one_minus_beta3,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
-    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
-    return term(exp_avg_res_row, at, live, True)
-
-
-@triton.jit
-def came_bfloat16_10_round(
-    exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_res_row_term = came_bfloat16_10_values(
-                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                    one_minus_beta3,
-                )
-                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_bfloat16_10_values(
-                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                one_minus_beta3,
-            )
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_bfloat16_11_values(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    at, live, eps2, beta3, one_minus_beta3,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
-    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
-    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
-    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
-
-
-@triton.jit
-def came_bfloat16_11_round(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_bfloat16_11_values(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            at, live, eps2, beta3, one_minus_beta3,
-        )
-
-
-@triton.jit
-def came_bfloat16_12_values(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_bfloat16_12_round(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_bfloat16_12_values(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_bfloat16_13_values(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-    at_mat,
-):
-    """Values of rows."""
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
-
-
-@triton.jit
-def came_bfloat16_13_round(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_bfloat16_13_values(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-            at_mat,
-        )
-
-
-@triton.jit
 def came_bfloat16_10(
     table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
     ROUND: tl.constexpr = -1,
@@ -2493,25 +1882,25 @@ def came_bfloat16_10(
     extent_rows = tl.load(row + 38).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        came_bfloat16_10_round(
+        came_float32_10_round(
             exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        came_bfloat16_11_round(
+        came_float32_11_round(
             exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
             first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        came_bfloat16_12_round(
+        came_float32_12_round(
             mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
             columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        came_bfloat16_13_round(
+        came_float32_13_round(
             exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
             rows, columns, LANES,
         )
@@ -2672,17 +2061,6 @@ def came_bfloat16_14_flat(
 
 
 @triton.jit
-def came_bfloat16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    g_mul = g_cast * g_cast
-    return term(g_mul, at, live, MASKED)
-
-
-@triton.jit
 def came_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -2716,7 +2094,7 @@ def came_bfloat16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_bfloat16_small_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
         g_mul_terms += tl.sum(g_mul_term, 0)
@@ -2725,7 +2103,7 @@ def came_bfloat16_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_bfloat16_small_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term = came_bfloat16_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
         g_mul_terms += tl.sum(g_mul_term, 0)
@@ -2748,195 +2126,8 @@ def came_bfloat16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constex
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_bfloat16_small_1_tile(g_ptr, at, live, True)
+        g_mul_term = came_bfloat16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_2_values(
-    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
-    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
-    return term(exp_avg_sq_row, at, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_2_round(
-    exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_sq_row_term = came_bfloat16_small_2_values(
-                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2,
-                )
-                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_sq_row_term = came_bfloat16_small_2_values(
-                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2,
-            )
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_bfloat16_small_3_values(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
-    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
-    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
-    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
-
-
-@triton.jit
-def came_bfloat16_small_3_round(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-    LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_bfloat16_small_3_values(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_4_values(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_4_round(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_bfloat16_small_4_values(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_5_values(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
-
-
-@triton.jit
-def came_bfloat16_small_5_round(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_bfloat16_small_5_values(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_2(
-    table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)
-    mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 10, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 9, tl.float32, False)
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 12, tl.float32, False)
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_columns = tl.load(row + 38).to(tl.float32)
-    extent_rows = tl.load(row + 37).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_bfloat16_small_2_round(
-            exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-            end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_bfloat16_small_3_round(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-            first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        came_bfloat16_small_4_round(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-            columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        came_bfloat16_small_5_round(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-            columns, LANES,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
-    one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    # -- encode and store
-    g_mul = widened(g_stored) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -2974,7 +2165,7 @@ def came_bfloat16_small_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_bfloat16_small_6_tile(
+        row_sum_term = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
             at_row, lane, at, at_row, lane, False,
         )
@@ -2985,7 +2176,7 @@ def came_bfloat16_small_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_bfloat16_small_6_tile(
+        row_sum_term = came_bfloat16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
             at_row, lane, live, live_row, live_col, True,
         )
@@ -3014,82 +2205,11 @@ def came_bfloat16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constex
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_bfloat16_small_6_tile(
+        row_sum_term = came_bfloat16_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
             live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_7_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_7_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = came_bfloat16_small_7_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def came_bfloat16_small_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_bfloat16_small_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_bfloat16_small_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def came_bfloat16_small_7(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_elements = tl.load(row + 39).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_bfloat16_small_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_bfloat16_small_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
-        )
 
 
 @triton.jit
@@ -3219,179 +2339,6 @@ def came_bfloat16_small_9_flat(
             one_minus_beta1_times_grad_scale, True,
         )
         put(g_mul_term_ptr, at, g_mul_term, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_10_values(
-    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-    one_minus_beta3,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
-    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
-    return term(exp_avg_res_row, at, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_10_round(
-    exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_res_row_term = came_bfloat16_small_10_values(
-                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                    one_minus_beta3,
-                )
-                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_bfloat16_small_10_values(
-                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                one_minus_beta3,
-            )
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_bfloat16_small_11_values(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    at, live, eps2, beta3, one_minus_beta3,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
-    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
-    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
-    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
-
-
-@triton.jit
-def came_bfloat16_small_11_round(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_bfloat16_small_11_values(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            at, live, eps2, beta3, one_minus_beta3,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_12_values(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_bfloat16_small_12_round(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_bfloat16_small_12_values(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_13_values(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-    at_mat,
-):
-    """Values of rows."""
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
-
-
-@triton.jit
-def came_bfloat16_small_13_round(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_bfloat16_small_13_values(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-            at_mat,
-        )
-
-
-@triton.jit
-def came_bfloat16_small_10(
-    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_res_row_ptr = pointer(row + 6, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 19, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 17, tl.float32, False)
-    exp_avg_res_col_ptr = pointer(row + 7, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 18, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 21, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_columns = tl.load(row + 38).to(tl.float32)
-    extent_rows = tl.load(row + 37).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_bfloat16_small_10_round(
-            exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-            first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_bfloat16_small_11_round(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        came_bfloat16_small_12_round(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-            columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        came_bfloat16_small_13_round(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-            rows, columns, LANES,
-        )
 
 
 @triton.jit
@@ -3609,178 +2556,6 @@ def came_float16_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
 
 
 @triton.jit
-def came_float16_2_values(
-    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
-    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
-    return term(exp_avg_sq_row, at, live, True)
-
-
-@triton.jit
-def came_float16_2_round(
-    exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_sq_row_term = came_float16_2_values(
-                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2,
-                )
-                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_sq_row_term = came_float16_2_values(
-                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2,
-            )
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_float16_3_values(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
-    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
-    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
-    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
-
-
-@triton.jit
-def came_float16_3_round(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-    LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_float16_3_values(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-        )
-
-
-@triton.jit
-def came_float16_4_values(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_float16_4_round(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_float16_4_values(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_float16_5_values(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
-
-
-@triton.jit
-def came_float16_5_round(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_float16_5_values(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-        )
-
-
-@triton.jit
-def came_float16_2(
-    table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_row_ptr = pointer(row + 5, tl.float32, False)
-    mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 11, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 9, tl.float32, False)
-    exp_avg_sq_col_ptr = pointer(row + 6, tl.float32, False)
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 12, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 10, tl.float32, False)
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 13, tl.float32, False)
-    one_over_sqrt_row_div_ptr = pointer(row + 14, tl.float32, False)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    extent_columns = tl.load(row + 39).to(tl.float32)
-    extent_rows = tl.load(row + 38).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_float16_2_round(
-            exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-            end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_float16_3_round(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-            first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        came_float16_4_round(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-            columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        came_float16_5_round(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-            columns, LANES,
-        )
-
-
-@triton.jit
 def came_float16_6_tile(
     g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
     live_col, MASKED: tl.constexpr,
@@ -3875,77 +2650,6 @@ def came_float16_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TIL
             live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def came_float16_7_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def came_float16_7_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = came_float16_7_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def came_float16_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float16_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float16_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def came_float16_7(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_g_ptr = pointer(row + 16, tl.float32, False)
-    row_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 17, tl.float32, False)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    extent_elements = tl.load(row + 40).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_float16_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_float16_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
-        )
 
 
 @triton.jit
@@ -4127,179 +2831,6 @@ def came_float16_9_flat(
 
 
 @triton.jit
-def came_float16_10_values(
-    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-    one_minus_beta3,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
-    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
-    return term(exp_avg_res_row, at, live, True)
-
-
-@triton.jit
-def came_float16_10_round(
-    exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_res_row_term = came_float16_10_values(
-                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                    one_minus_beta3,
-                )
-                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_float16_10_values(
-                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                one_minus_beta3,
-            )
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_float16_11_values(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    at, live, eps2, beta3, one_minus_beta3,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
-    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
-    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
-    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
-
-
-@triton.jit
-def came_float16_11_round(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_float16_11_values(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            at, live, eps2, beta3, one_minus_beta3,
-        )
-
-
-@triton.jit
-def came_float16_12_values(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_float16_12_round(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_float16_12_values(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_float16_13_values(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-    at_mat,
-):
-    """Values of rows."""
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
-
-
-@triton.jit
-def came_float16_13_round(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_float16_13_values(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-            at_mat,
-        )
-
-
-@triton.jit
-def came_float16_10(
-    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_res_row_ptr = pointer(row + 7, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 20, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 18, tl.float32, False)
-    exp_avg_res_col_ptr = pointer(row + 8, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 21, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 19, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 22, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 23, tl.float32, False)
-    rows = tl.load(row + 30)
-    columns = tl.load(row + 31)
-    extent_columns = tl.load(row + 39).to(tl.float32)
-    extent_rows = tl.load(row + 38).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_float16_10_round(
-            exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-            first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_float16_11_round(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        came_float16_12_round(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-            columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        came_float16_13_round(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-            rows, columns, LANES,
-        )
-
-
-@triton.jit
 def came_float16_14_tile(
     p_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, one_over_sqrt_row_div_2_ptr,
     one_over_sqrt_exp_avg_res_col_2_ptr, at, at_block, at_row, at_col, live, live_block, live_row, live_col,
@@ -4472,17 +3003,6 @@ def came_float16_14_flat(
 
 
 @triton.jit
-def came_float16_small_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    g_mul = g_cast * g_cast
-    return term(g_mul, at, live, MASKED)
-
-
-@triton.jit
 def came_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -4516,7 +3036,7 @@ def came_float16_small_1(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        g_mul_term = came_float16_small_1_tile(g_ptr + start * columns, at, at, False)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1))
         g_mul_terms += tl.sum(g_mul_term, 0)
@@ -4525,7 +3045,7 @@ def came_float16_small_1(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        g_mul_term = came_float16_small_1_tile(g_ptr + start * columns, at, live, True)
+        g_mul_term = came_float16_1_tile(g_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_exp_avg_sq_row_ptr + which, tl.sum(g_mul_term, 1), mask=which < height)
         g_mul_terms += tl.sum(g_mul_term, 0)
@@ -4548,195 +3068,8 @@ def came_float16_small_1_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        g_mul_term = came_float16_small_1_tile(g_ptr, at, live, True)
+        g_mul_term = came_float16_1_tile(g_ptr, at, live, True)
         put(g_mul_term_ptr, at, g_mul_term, live, True)
-
-
-@triton.jit
-def came_float16_small_2_values(
-    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-    grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_sq_row = get(row_sum_for_exp_avg_sq_row_ptr, at, live, True)
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-    exp_avg_sq_row = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1, beta2 * exp_avg_sq_row)
-    put(exp_avg_sq_row_ptr, at, exp_avg_sq_row, live, True)
-    return term(exp_avg_sq_row, at, live, True)
-
-
-@triton.jit
-def came_float16_small_2_round(
-    exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-    end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_sq_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_sq_row_term = came_float16_small_2_values(
-                    exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2,
-                )
-                exp_avg_sq_row_terms += tl.sum(exp_avg_sq_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_sq_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_sq_row_term = came_float16_small_2_values(
-                exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, at, live, eps1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2,
-            )
-            tl.store(mat_sum_of_exp_avg_sq_row_ptr + number, tl.sum(exp_avg_sq_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_float16_small_3_values(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-    live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_sq_col = get(col_sum_for_exp_avg_sq_col_ptr, at, live, True)
-    exp_avg_sq_col = get(exp_avg_sq_col_ptr, at, live, True)
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-    exp_avg_sq_col = tl.fma(one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1, beta2 * exp_avg_sq_col)
-    put(exp_avg_sq_col_ptr, at, exp_avg_sq_col, live, True)
-    put(one_over_sqrt_exp_avg_sq_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_col), live, True)
-
-
-@triton.jit
-def came_float16_small_3_round(
-    exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-    first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-    LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_float16_small_3_values(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows, at,
-            live, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-        )
-
-
-@triton.jit
-def came_float16_small_4_values(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_sq_row = get(mat_sum_of_exp_avg_sq_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, mat_sum_of_exp_avg_sq_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_float16_small_4_round(
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_float16_small_4_values(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_float16_small_5_values(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-):
-    """Values of rows."""
-    exp_avg_sq_row = get(exp_avg_sq_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_sq_row_over_rows = get(mat_sum_of_exp_avg_sq_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_ptr, at, 1.0 / tl.sqrt(exp_avg_sq_row / mat_sum_of_exp_avg_sq_row_over_rows), live, True)
-
-
-@triton.jit
-def came_float16_small_5_round(
-    exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_float16_small_5_values(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, at, live, at_mat,
-        )
-
-
-@triton.jit
-def came_float16_small_2(
-    table, work, eps1: tl.float32, beta2: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_minus_beta2: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_row_ptr = pointer(row + 4, tl.float32, False)
-    mat_sum_of_exp_avg_sq_row_ptr = pointer(row + 10, tl.float32, False)
-    row_sum_for_exp_avg_sq_row_ptr = pointer(row + 8, tl.float32, False)
-    exp_avg_sq_col_ptr = pointer(row + 5, tl.float32, False)
-    one_over_sqrt_exp_avg_sq_col_2_ptr = pointer(row + 11, tl.float32, False)
-    col_sum_for_exp_avg_sq_col_ptr = pointer(row + 9, tl.float32, False)
-    mat_sum_of_exp_avg_sq_row_over_rows_ptr = pointer(row + 12, tl.float32, False)
-    one_over_sqrt_row_div_ptr = pointer(row + 13, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_columns = tl.load(row + 38).to(tl.float32)
-    extent_rows = tl.load(row + 37).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_float16_small_2_round(
-            exp_avg_sq_row_ptr, mat_sum_of_exp_avg_sq_row_ptr, row_sum_for_exp_avg_sq_row_ptr, extent_columns, first,
-            end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_float16_small_3_round(
-            exp_avg_sq_col_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, col_sum_for_exp_avg_sq_col_ptr, extent_rows,
-            first, end, rows, columns, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        came_float16_small_4_round(
-            mat_sum_of_exp_avg_sq_row_over_rows_ptr, mat_sum_of_exp_avg_sq_row_ptr, extent_rows, first, end, rows,
-            columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        came_float16_small_5_round(
-            exp_avg_sq_row_ptr, one_over_sqrt_row_div_ptr, mat_sum_of_exp_avg_sq_row_over_rows_ptr, first, end, rows,
-            columns, LANES,
-        )
-
-
-@triton.jit
-def came_float16_small_6_tile(
-    g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live_row,
-    live_col, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
-    one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
-    # -- encode and store
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
-    return term(g_mul * g_mul, at, live, MASKED)
 
 
 @triton.jit
@@ -4774,7 +3107,7 @@ def came_float16_small_6(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = came_float16_small_6_tile(
+        row_sum_term = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
             at_row, lane, at, at_row, lane, False,
         )
@@ -4785,7 +3118,7 @@ def came_float16_small_6(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = came_float16_small_6_tile(
+        row_sum_term = came_float16_6_tile(
             g_ptr + start * columns, one_over_sqrt_row_div_ptr + start, one_over_sqrt_exp_avg_sq_col_2_ptr, at,
             at_row, lane, live, live_row, live_col, True,
         )
@@ -4814,82 +3147,11 @@ def came_float16_small_6_flat(table, work, step_key: tl.int32, GRAD: tl.constexp
         at_row = at // width
         at_mat = at // (height * width)
         at_col = at_mat * width + at % width
-        row_sum_term = came_float16_small_6_tile(
+        row_sum_term = came_float16_6_tile(
             g_ptr, one_over_sqrt_row_div_ptr, one_over_sqrt_exp_avg_sq_col_2_ptr, at, at_row, at_col, live, live,
             live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def came_float16_small_7_values(row_sum_of_g_ptr, at, live):
-    """Values of rows."""
-    row_sum_of_g = get(row_sum_of_g_ptr, at, live, True)
-    return term(row_sum_of_g, at, live, True)
-
-
-@triton.jit
-def came_float16_small_7_round(
-    tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_of_g_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_of_g_term = came_float16_small_7_values(row_sum_of_g_ptr, at, live)
-        row_sum_of_g_terms += tl.sum(row_sum_of_g_term, 0)
-    tl.store(tensor_sum_of_g_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_g_terms, [1, 256]), 1))
-
-
-@triton.jit
-def came_float16_small_8_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float16_small_8_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float16_small_8_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def came_float16_small_7(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_g_ptr = pointer(row + 15, tl.float32, False)
-    row_sum_of_g_ptr = pointer(row + 14, tl.float32, False)
-    one_max_tensor_div_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_elements = tl.load(row + 39).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_float16_small_7_round(tensor_sum_of_g_ptr, row_sum_of_g_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_float16_small_8_round(
-            one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-            grad_scale_times_grad_scale, LANES,
-        )
 
 
 @triton.jit
@@ -5019,179 +3281,6 @@ def came_float16_small_9_flat(
             one_minus_beta1_times_grad_scale, True,
         )
         put(g_mul_term_ptr, at, g_mul_term, live, True)
-
-
-@triton.jit
-def came_float16_small_10_values(
-    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-    one_minus_beta3,
-):
-    """Values of rows."""
-    row_sum_for_exp_avg_res_row = get(row_sum_for_exp_avg_res_row_ptr, at, live, True)
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-    exp_avg_res_row = tl.fma(one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row)
-    put(exp_avg_res_row_ptr, at, exp_avg_res_row, live, True)
-    return term(exp_avg_res_row, at, live, True)
-
-
-@triton.jit
-def came_float16_small_10_round(
-    exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    if LANES == 256:
-        for number in range(first, end):
-            exp_avg_res_row_terms = tl.full([256], 0.0, tl.float32)
-            for start in range(0, rows, 2048):
-                lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-                at = number * rows + lane
-                live = lane < rows
-                exp_avg_res_row_term = came_float16_small_10_values(
-                    exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                    one_minus_beta3,
-                )
-                exp_avg_res_row_terms += tl.sum(exp_avg_res_row_term, 0)
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number + tl.arange(0, 1), tl.sum(tl.reshape(exp_avg_res_row_terms, [1, 256]), 1))
-    else:
-        for group in range(first, end, 2048 // LANES):
-            number = group + tl.arange(0, 2048 // LANES)
-            lane = tl.arange(0, LANES)[None, :]
-            at = number[:, None] * rows + lane
-            live = (number < end)[:, None] & (lane < rows)
-            exp_avg_res_row_term = came_float16_small_10_values(
-                exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns, at, live, eps2, beta3,
-                one_minus_beta3,
-            )
-            tl.store(mat_sum_of_exp_avg_res_row_ptr + number, tl.sum(exp_avg_res_row_term, 1), mask=number < end)
-
-
-@triton.jit
-def came_float16_small_11_values(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    at, live, eps2, beta3, one_minus_beta3,
-):
-    """Values of columns."""
-    col_sum_for_exp_avg_res_col = get(col_sum_for_exp_avg_res_col_ptr, at, live, True)
-    exp_avg_res_col = get(exp_avg_res_col_ptr, at, live, True)
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-    exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
-    put(exp_avg_res_col_ptr, at, exp_avg_res_col, live, True)
-    put(one_over_sqrt_exp_avg_res_col_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_col), live, True)
-
-
-@triton.jit
-def came_float16_small_11_round(
-    exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-    first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        came_float16_small_11_values(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            at, live, eps2, beta3, one_minus_beta3,
-        )
-
-
-@triton.jit
-def came_float16_small_12_values(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-):
-    """Values of matrices."""
-    mat_sum_of_exp_avg_res_row = get(mat_sum_of_exp_avg_res_row_ptr, at, live, True)
-    put(mat_sum_of_exp_avg_res_row_over_rows_ptr, at, mat_sum_of_exp_avg_res_row / extent_rows, live, True)
-
-
-@triton.jit
-def came_float16_small_12_round(
-    mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of matrices."""
-    for start in range(first, end, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end
-        came_float16_small_12_values(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, at, live,
-        )
-
-
-@triton.jit
-def came_float16_small_13_values(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-    at_mat,
-):
-    """Values of rows."""
-    exp_avg_res_row = get(exp_avg_res_row_ptr, at, live, True)
-    mat_sum_of_exp_avg_res_row_over_rows = get(mat_sum_of_exp_avg_res_row_over_rows_ptr, at_mat, live, True)
-    put(one_over_sqrt_row_div_2_ptr, at, 1.0 / tl.sqrt(exp_avg_res_row / mat_sum_of_exp_avg_res_row_over_rows), live, True)
-
-
-@triton.jit
-def came_float16_small_13_round(
-    exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        at_mat = at // rows
-        came_float16_small_13_values(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, at, live,
-            at_mat,
-        )
-
-
-@triton.jit
-def came_float16_small_10(
-    table, work, eps2: tl.float32, beta3: tl.float32, one_minus_beta3: tl.float32, LANES: tl.constexpr,
-    ROUND: tl.constexpr = -1,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_res_row_ptr = pointer(row + 6, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_ptr = pointer(row + 19, tl.float32, False)
-    row_sum_for_exp_avg_res_row_ptr = pointer(row + 17, tl.float32, False)
-    exp_avg_res_col_ptr = pointer(row + 7, tl.float32, False)
-    one_over_sqrt_exp_avg_res_col_2_ptr = pointer(row + 20, tl.float32, False)
-    col_sum_for_exp_avg_res_col_ptr = pointer(row + 18, tl.float32, False)
-    mat_sum_of_exp_avg_res_row_over_rows_ptr = pointer(row + 21, tl.float32, False)
-    one_over_sqrt_row_div_2_ptr = pointer(row + 22, tl.float32, False)
-    rows = tl.load(row + 29)
-    columns = tl.load(row + 30)
-    extent_columns = tl.load(row + 38).to(tl.float32)
-    extent_rows = tl.load(row + 37).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        came_float16_small_10_round(
-            exp_avg_res_row_ptr, mat_sum_of_exp_avg_res_row_ptr, row_sum_for_exp_avg_res_row_ptr, extent_columns,
-            first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        came_float16_small_11_round(
-            exp_avg_res_col_ptr, one_over_sqrt_exp_avg_res_col_2_ptr, col_sum_for_exp_avg_res_col_ptr, extent_rows,
-            first, end, rows, columns, eps2, beta3, one_minus_beta3, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        came_float16_small_12_round(
-            mat_sum_of_exp_avg_res_row_over_rows_ptr, mat_sum_of_exp_avg_res_row_ptr, extent_rows, first, end, rows,
-            columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        came_float16_small_13_round(
-            exp_avg_res_row_ptr, one_over_sqrt_row_div_2_ptr, mat_sum_of_exp_avg_res_row_over_rows_ptr, first, end,
-            rows, columns, LANES,
-        )
 
 
 @triton.jit
@@ -5451,28 +3540,6 @@ def came_float32_no_factored_1(
 
 
 @triton.jit
-def came_float32_no_factored_2_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float32_no_factored_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float32_no_factored_2_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def came_float32_no_factored_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
@@ -5486,7 +3553,7 @@ def came_float32_no_factored_2(
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
     extent_elements = tl.load(row + 20).to(tl.float32)
-    came_float32_no_factored_2_round(
+    came_float32_8_round(
         one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
         grad_scale_times_grad_scale, LANES,
     )
@@ -5738,28 +3805,6 @@ def came_float32_no_factored_small_1(
 
 
 @triton.jit
-def came_float32_no_factored_small_2_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float32_no_factored_small_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float32_no_factored_small_2_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def came_float32_no_factored_small_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
@@ -5773,7 +3818,7 @@ def came_float32_no_factored_small_2(
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
-    came_float32_no_factored_small_2_round(
+    came_float32_8_round(
         one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
         grad_scale_times_grad_scale, LANES,
     )
@@ -5970,28 +4015,6 @@ def came_bfloat16_no_factored_1(
 
 
 @triton.jit
-def came_bfloat16_no_factored_2_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_bfloat16_no_factored_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_bfloat16_no_factored_2_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def came_bfloat16_no_factored_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
@@ -6005,7 +4028,7 @@ def came_bfloat16_no_factored_2(
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 21).to(tl.float32)
-    came_bfloat16_no_factored_2_round(
+    came_float32_8_round(
         one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
         grad_scale_times_grad_scale, LANES,
     )
@@ -6268,28 +4291,6 @@ def came_bfloat16_no_factored_small_1(
 
 
 @triton.jit
-def came_bfloat16_no_factored_small_2_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_bfloat16_no_factored_small_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_bfloat16_no_factored_small_2_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def came_bfloat16_no_factored_small_2(
     table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
@@ -6303,7 +4304,7 @@ def came_bfloat16_no_factored_small_2(
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 19).to(tl.float32)
-    came_bfloat16_no_factored_small_2_round(
+    came_float32_8_round(
         one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
         grad_scale_times_grad_scale, LANES,
     )
@@ -6538,48 +4539,6 @@ def came_float16_no_factored_1(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def came_float16_no_factored_2_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float16_no_factored_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float16_no_factored_2_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def came_float16_no_factored_2(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    extent_elements = tl.load(row + 21).to(tl.float32)
-    came_float16_no_factored_2_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit
@@ -6854,48 +4813,6 @@ def came_float16_no_factored_small_1(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def came_float16_no_factored_small_2_values(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(one_max_tensor_div_ptr, tl.maximum(1.0, tl.sqrt(grad_scale_times_grad_scale * tensor_sum_of_g / extent_elements) / clip_threshold, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def came_float16_no_factored_small_2_round(
-    one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    came_float16_no_factored_small_2_values(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, clip_threshold,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def came_float16_no_factored_small_2(
-    table, work, clip_threshold: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """came: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    one_max_tensor_div_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_elements = tl.load(row + 19).to(tl.float32)
-    came_float16_no_factored_small_2_round(
-        one_max_tensor_div_ptr, tensor_sum_of_g_ptr, extent_elements, first, end, rows, columns, clip_threshold,
-        grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit

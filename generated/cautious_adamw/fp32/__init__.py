@@ -106,7 +106,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("cautious_adamw_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_adamw_bfloat16_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_float32_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
             Stage("cautious_adamw_bfloat16_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -136,7 +136,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("cautious_adamw_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_adamw_float16_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_float32_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
             Stage("cautious_adamw_float16_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

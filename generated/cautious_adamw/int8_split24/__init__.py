@@ -205,7 +205,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("cautious_adamw_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=64),
-            Stage("cautious_adamw_float16_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_bfloat16_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
             Stage("cautious_adamw_float16_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -236,7 +236,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("cautious_adamw_float16_small_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_adamw_float16_small_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
+            Stage("cautious_adamw_bfloat16_small_2", "tensor", 1, (), temps=('tensor_sum_of_agrees_over_elements_max_0p001',), matrices=False, block=1),
             Stage("cautious_adamw_float16_small_3", "elem", 2, (0, 3, 1, 4, 2, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

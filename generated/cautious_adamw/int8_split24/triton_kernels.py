@@ -433,26 +433,6 @@ def cautious_adamw_float32_small_1(
 
 
 @triton.jit
-def cautious_adamw_float32_small_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_adamw_float32_small_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_adamw_float32_small_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
-
-
-@triton.jit
 def cautious_adamw_float32_small_2(table, work, LANES: tl.constexpr):
     """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -464,7 +444,7 @@ def cautious_adamw_float32_small_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 8)
     columns = tl.load(row + 9)
     extent_elements = tl.load(row + 18).to(tl.float32)
-    cautious_adamw_float32_small_2_round(
+    cautious_adamw_float32_2_round(
         tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
         rows, columns, LANES,
     )
@@ -677,26 +657,6 @@ def cautious_adamw_bfloat16_1(
 
 
 @triton.jit
-def cautious_adamw_bfloat16_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_adamw_bfloat16_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_adamw_bfloat16_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
-
-
-@triton.jit
 def cautious_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
     """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -708,7 +668,7 @@ def cautious_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
     extent_elements = tl.load(row + 21).to(tl.float32)
-    cautious_adamw_bfloat16_2_round(
+    cautious_adamw_float32_2_round(
         tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
         rows, columns, LANES,
     )
@@ -978,26 +938,6 @@ def cautious_adamw_bfloat16_small_1(
 
 
 @triton.jit
-def cautious_adamw_bfloat16_small_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_adamw_bfloat16_small_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_adamw_bfloat16_small_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
-
-
-@triton.jit
 def cautious_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
     """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -1009,7 +949,7 @@ def cautious_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
     extent_elements = tl.load(row + 19).to(tl.float32)
-    cautious_adamw_bfloat16_small_2_round(
+    cautious_adamw_float32_2_round(
         tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
         rows, columns, LANES,
     )
@@ -1261,44 +1201,6 @@ def cautious_adamw_float16_1(
                 )
                 agrees_terms = agrees_terms + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def cautious_adamw_float16_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_adamw_float16_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_adamw_float16_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
-
-
-@triton.jit
-def cautious_adamw_float16_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_of_agrees_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    extent_elements = tl.load(row + 21).to(tl.float32)
-    cautious_adamw_float16_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
-    )
 
 
 @triton.jit
@@ -1580,44 +1482,6 @@ def cautious_adamw_float16_small_1(
             )
             agrees_terms = agrees_terms + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def cautious_adamw_float16_small_2_values(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_sum_of_agrees_over_elements_max_0p001_ptr, tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_adamw_float16_small_2_round(
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-    rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_adamw_float16_small_2_values(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements,
-    )
-
-
-@triton.jit
-def cautious_adamw_float16_small_2(table, work, LANES: tl.constexpr):
-    """cautious_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_of_agrees_over_elements_max_0p001_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_elements = tl.load(row + 19).to(tl.float32)
-    cautious_adamw_float16_small_2_round(
-        tensor_sum_of_agrees_over_elements_max_0p001_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end,
-        rows, columns, LANES,
-    )
 
 
 @triton.jit

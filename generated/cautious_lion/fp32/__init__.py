@@ -94,7 +94,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("cautious_lion_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_bfloat16_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
+            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_lion_bfloat16_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
         ),
     ),
@@ -123,7 +123,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("cautious_lion_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_agrees',), matrices=False, block=1),
-            Stage("cautious_lion_float16_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
+            Stage("cautious_lion_float32_2", "tensor", 1, (3,), temps=('tensor_div',), matrices=False, block=1),
             Stage("cautious_lion_float16_3", "elem", 2, (0, 4, 1, 5, 2, 6), temps=(), matrices=False, block=1),
         ),
     ),

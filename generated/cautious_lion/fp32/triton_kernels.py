@@ -264,39 +264,6 @@ def cautious_lion_bfloat16_1(
 
 
 @triton.jit
-def cautious_lion_bfloat16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_div_ptr, lr / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_lion_bfloat16_2_round(
-    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_lion_bfloat16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr)
-
-
-@triton.jit
-def cautious_lion_bfloat16_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_agrees_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    extent_elements = tl.load(row + 17).to(tl.float32)
-    cautious_lion_bfloat16_2_round(
-        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr, LANES,
-    )
-
-
-@triton.jit
 def cautious_lion_bfloat16_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, tensor_div_ptr, at, live, beta1, beta2, grad_scale,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
@@ -442,39 +409,6 @@ def cautious_lion_float16_1(
             )
             agrees_terms = agrees_terms + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def cautious_lion_float16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr):
-    """Values of the tensor."""
-    tensor_sum_of_agrees = tl.load(tensor_sum_of_agrees_ptr)
-    tl.store(tensor_div_ptr, lr / tl.maximum(tensor_sum_of_agrees / extent_elements, 0.001, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def cautious_lion_float16_2_round(
-    tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    cautious_lion_float16_2_values(tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, lr)
-
-
-@triton.jit
-def cautious_lion_float16_2(table, work, lr: tl.float32, LANES: tl.constexpr):
-    """cautious_lion: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 18 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_div_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_of_agrees_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 7)
-    columns = tl.load(row + 8)
-    extent_elements = tl.load(row + 17).to(tl.float32)
-    cautious_lion_float16_2_round(
-        tensor_div_ptr, tensor_sum_of_agrees_ptr, extent_elements, first, end, rows, columns, lr, LANES,
-    )
 
 
 @triton.jit

@@ -263,64 +263,6 @@ def clipped_adamw_bfloat16_1(
 
 
 @triton.jit
-def clipped_adamw_bfloat16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_bfloat16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    clipped_adamw_bfloat16_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 6, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    clipped_adamw_bfloat16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
-
-
-@triton.jit
 def clipped_adamw_bfloat16_4_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
@@ -458,64 +400,6 @@ def clipped_adamw_float16_1(
 
 
 @triton.jit
-def clipped_adamw_float16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float16_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    clipped_adamw_float16_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float16_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 6, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    clipped_adamw_float16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
-
-
-@triton.jit
 def clipped_adamw_float16_4_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_min_ptr, at, live, beta1, beta2,
     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
@@ -601,15 +485,6 @@ def clipped_adamw_float16_4(
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -631,14 +506,14 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+        tensor_sum_term = clipped_adamw_float32_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -646,26 +521,11 @@ def clipped_adamw_float32_amsgrad_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float32_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
@@ -679,24 +539,9 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
-    clipped_adamw_float32_amsgrad_2_round(
+    clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
@@ -710,7 +555,7 @@ def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
-    clipped_adamw_float32_amsgrad_3_round(
+    clipped_adamw_float32_3_round(
         model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
@@ -806,16 +651,6 @@ def clipped_adamw_float32_amsgrad_4(
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_bfloat16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -837,14 +672,14 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -852,73 +687,11 @@ def clipped_adamw_bfloat16_amsgrad_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_bfloat16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_bfloat16_amsgrad_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_bfloat16_amsgrad_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit
@@ -1016,16 +789,6 @@ def clipped_adamw_bfloat16_amsgrad_4(
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1047,14 +810,14 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+        tensor_sum_term = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1062,73 +825,11 @@ def clipped_adamw_float16_amsgrad_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float16_amsgrad_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float16_amsgrad_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit

@@ -307,15 +307,6 @@ def clipped_adamw_float32_4(
 
 
 @triton.jit
-def clipped_adamw_float32_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float32_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -337,14 +328,14 @@ def clipped_adamw_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_small_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_small_1_tile(
+        tensor_sum_term = clipped_adamw_float32_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -352,26 +343,11 @@ def clipped_adamw_float32_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_small_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float32_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float32_small_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float32_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
@@ -385,22 +361,7 @@ def clipped_adamw_float32_small_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_g_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    clipped_adamw_float32_small_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_float32_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float32_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float32_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
+    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -414,7 +375,7 @@ def clipped_adamw_float32_small_3(table, work, max_norm: tl.float32, LANES: tl.c
     model_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    clipped_adamw_float32_small_3_round(
+    clipped_adamw_float32_3_round(
         model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
@@ -553,21 +514,6 @@ def clipped_adamw_bfloat16_1(
 
 
 @triton.jit
-def clipped_adamw_bfloat16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_bfloat16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
 def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
     """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -578,22 +524,7 @@ def clipped_adamw_bfloat16_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
-    clipped_adamw_bfloat16_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_bfloat16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
+    clipped_adamw_float32_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -607,7 +538,7 @@ def clipped_adamw_bfloat16_3(table, work, max_norm: tl.float32, LANES: tl.conste
     model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 12)
     columns = tl.load(row + 13)
-    clipped_adamw_bfloat16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
+    clipped_adamw_float32_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
@@ -799,16 +730,6 @@ def clipped_adamw_bfloat16_4(
 
 
 @triton.jit
-def clipped_adamw_bfloat16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_bfloat16_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -830,14 +751,14 @@ def clipped_adamw_bfloat16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -845,26 +766,11 @@ def clipped_adamw_bfloat16_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_small_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_bfloat16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
@@ -878,24 +784,9 @@ def clipped_adamw_bfloat16_small_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
-    clipped_adamw_bfloat16_small_2_round(
+    clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_bfloat16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
@@ -909,7 +800,7 @@ def clipped_adamw_bfloat16_small_3(table, work, max_norm: tl.float32, LANES: tl.
     model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
-    clipped_adamw_bfloat16_small_3_round(
+    clipped_adamw_float32_3_round(
         model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
@@ -1085,64 +976,6 @@ def clipped_adamw_float16_1(
             tensor_sum_term = clipped_adamw_float16_1_tile(g_ptr + start, few, live, grad_scale_times_grad_scale, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float16_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float16_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float16_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    clipped_adamw_float16_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float16_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float16_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float16_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 23 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 9, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 12)
-    columns = tl.load(row + 13)
-    clipped_adamw_float16_3_round(model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES)
 
 
 @triton.jit
@@ -1352,16 +1185,6 @@ def clipped_adamw_float16_4(
 
 
 @triton.jit
-def clipped_adamw_float16_small_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float16_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1383,14 +1206,14 @@ def clipped_adamw_float16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_small_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_small_1_tile(
+        tensor_sum_term = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1398,71 +1221,11 @@ def clipped_adamw_float16_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_small_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float16_small_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float16_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float16_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float16_small_2_round(model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
-def clipped_adamw_float16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float16_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float16_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float16_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float16_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit
@@ -1607,15 +1370,6 @@ def clipped_adamw_float16_small_4(
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float32_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1637,14 +1391,14 @@ def clipped_adamw_float32_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+        tensor_sum_term = clipped_adamw_float32_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1652,26 +1406,11 @@ def clipped_adamw_float32_amsgrad_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float32_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
@@ -1685,24 +1424,9 @@ def clipped_adamw_float32_amsgrad_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_g_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
-    clipped_adamw_float32_amsgrad_2_round(
+    clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float32_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
@@ -1716,7 +1440,7 @@ def clipped_adamw_float32_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl
     model_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
-    clipped_adamw_float32_amsgrad_3_round(
+    clipped_adamw_float32_3_round(
         model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
@@ -1934,17 +1658,6 @@ def clipped_adamw_float32_amsgrad_4(
 
 
 @triton.jit
-def clipped_adamw_float32_amsgrad_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(grad_scale_times_grad_scale * g * g, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float32_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1966,14 +1679,14 @@ def clipped_adamw_float32_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
+        tensor_sum_term = clipped_adamw_float32_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1981,73 +1694,11 @@ def clipped_adamw_float32_amsgrad_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float32_amsgrad_small_1_tile(
+            tensor_sum_term = clipped_adamw_float32_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float32_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_amsgrad_small_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float32_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float32_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 7, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    clipped_adamw_float32_amsgrad_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit
@@ -2141,16 +1792,6 @@ def clipped_adamw_float32_amsgrad_small_4(
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_bfloat16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2172,14 +1813,14 @@ def clipped_adamw_bfloat16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2187,26 +1828,11 @@ def clipped_adamw_bfloat16_amsgrad_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_bfloat16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
 
 
 @triton.jit
@@ -2220,24 +1846,9 @@ def clipped_adamw_bfloat16_amsgrad_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
-    clipped_adamw_bfloat16_amsgrad_2_round(
+    clipped_adamw_float32_2_round(
         model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
     )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_bfloat16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
 
 
 @triton.jit
@@ -2251,7 +1862,7 @@ def clipped_adamw_bfloat16_amsgrad_3(table, work, max_norm: tl.float32, LANES: t
     model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
-    clipped_adamw_bfloat16_amsgrad_3_round(
+    clipped_adamw_float32_3_round(
         model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
     )
 
@@ -2479,18 +2090,6 @@ def clipped_adamw_bfloat16_amsgrad_4(
 
 
 @triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_bfloat16_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2512,14 +2111,14 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
+        tensor_sum_term = clipped_adamw_bfloat16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2527,73 +2126,11 @@ def clipped_adamw_bfloat16_amsgrad_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_bfloat16_amsgrad_small_1_tile(
+            tensor_sum_term = clipped_adamw_bfloat16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_bfloat16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_bfloat16_amsgrad_small_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_bfloat16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_bfloat16_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 8, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_bfloat16_amsgrad_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit
@@ -2727,16 +2264,6 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_1_tile(g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float16_amsgrad_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2758,14 +2285,14 @@ def clipped_adamw_float16_amsgrad_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+        tensor_sum_term = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2773,73 +2300,11 @@ def clipped_adamw_float16_amsgrad_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float16_amsgrad_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    clipped_adamw_float16_amsgrad_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float16_amsgrad_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 25 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 11, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 10, tl.float32, False)
-    rows = tl.load(row + 14)
-    columns = tl.load(row + 15)
-    clipped_adamw_float16_amsgrad_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit
@@ -3083,18 +2548,6 @@ def clipped_adamw_float16_amsgrad_4(
 
 
 @triton.jit
-def clipped_adamw_float16_amsgrad_small_1_tile(
-    g_ptr, at, live, grad_scale_times_grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(grad_scale_times_grad_scale * g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def clipped_adamw_float16_amsgrad_small_1(
     table, work, grad_scale_times_grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
     TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -3116,14 +2569,14 @@ def clipped_adamw_float16_amsgrad_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
+        tensor_sum_term = clipped_adamw_float16_1_tile(
             g_ptr + start, at, at, grad_scale_times_grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3131,73 +2584,11 @@ def clipped_adamw_float16_amsgrad_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = clipped_adamw_float16_amsgrad_small_1_tile(
+            tensor_sum_term = clipped_adamw_float16_1_tile(
                 g_ptr + start, few, live, grad_scale_times_grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_g = tl.load(tensor_sum_of_g_ptr)
-    tl.store(model_sum_of_g_ptr, tensor_sum_of_g)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_small_2_round(
-    model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    clipped_adamw_float16_amsgrad_small_2_values(model_sum_of_g_ptr, tensor_sum_of_g_ptr)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_small_2(table, work, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_float16_amsgrad_small_2_round(
-        model_sum_of_g_ptr, tensor_sum_of_g_ptr, first, end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm):
-    """Values of the model."""
-    model_sum_of_g = tl.load(model_sum_of_g_ptr)
-    tl.store(model_min_ptr, tl.minimum(1.0, max_norm / (tl.sqrt(model_sum_of_g) + 1e-06), propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_small_3_round(
-    model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    clipped_adamw_float16_amsgrad_small_3_values(model_min_ptr, model_sum_of_g_ptr, max_norm)
-
-
-@triton.jit
-def clipped_adamw_float16_amsgrad_small_3(table, work, max_norm: tl.float32, LANES: tl.constexpr):
-    """clipped_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_min_ptr = pointer(row + 8, tl.float32, False)
-    model_sum_of_g_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    clipped_adamw_float16_amsgrad_small_3_round(
-        model_min_ptr, model_sum_of_g_ptr, first, end, rows, columns, max_norm, LANES,
-    )
 
 
 @triton.jit

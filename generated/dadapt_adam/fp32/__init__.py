@@ -158,10 +158,10 @@ VARIANTS = (
             Temp("total", "model", "model_sum", "tensor"),
         ),
         stages=(
-            Stage("dadapt_adam_bfloat16_1", "model", -1, (0, 1, 2, 3), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_1", "model", -1, (0, 1, 2, 3), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
             Stage("dadapt_adam_bfloat16_2", "elem", 0, (4, 5, 6, 7, 8, 9), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_bfloat16_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_bfloat16_4", "model", 3, (0, 10, 9, 3), temps=(), matrices=False, block=1),
+            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_4", "model", 3, (0, 10, 9, 3), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -199,10 +199,10 @@ VARIANTS = (
             Temp("total", "model", "model_sum", "tensor"),
         ),
         stages=(
-            Stage("dadapt_adam_float16_1", "model", -1, (0, 1, 2, 3), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_1", "model", -1, (0, 1, 2, 3), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
             Stage("dadapt_adam_float16_2", "elem", 0, (4, 5, 6, 7, 8, 9), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float16_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float16_4", "model", 3, (0, 10, 9, 3), temps=(), matrices=False, block=1),
+            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_4", "model", 3, (0, 10, 9, 3), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -242,7 +242,7 @@ VARIANTS = (
         stages=(
             Stage("dadapt_adam_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3, 4), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
             Stage("dadapt_adam_float32_use_bias_correction_2", "elem", 0, (5, 6, 7, 8, 9, 10), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float32_use_bias_correction_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
             Stage("dadapt_adam_float32_use_bias_correction_4", "model", 3, (0, 11, 2, 10, 4), temps=(), matrices=False, block=1),
         ),
     ),
@@ -281,10 +281,10 @@ VARIANTS = (
             Temp("total", "model", "model_sum", "tensor"),
         ),
         stages=(
-            Stage("dadapt_adam_bfloat16_use_bias_correction_1", "model", -1, (0, 1, 2, 3, 4), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3, 4), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
             Stage("dadapt_adam_bfloat16_use_bias_correction_2", "elem", 0, (5, 6, 7, 8, 9, 10), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_bfloat16_use_bias_correction_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_bfloat16_use_bias_correction_4", "model", 3, (0, 11, 2, 10, 4), temps=(), matrices=False, block=1),
+            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_use_bias_correction_4", "model", 3, (0, 11, 2, 10, 4), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -322,10 +322,10 @@ VARIANTS = (
             Temp("total", "model", "model_sum", "tensor"),
         ),
         stages=(
-            Stage("dadapt_adam_float16_use_bias_correction_1", "model", -1, (0, 1, 2, 3, 4), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_use_bias_correction_1", "model", -1, (0, 1, 2, 3, 4), temps=('d_times_lr', 'rate', 'one_minus_beta1_times_rate', 'one_minus_rate_times_weight_decay', 'one_minus_sqrt_beta2_times_rate'), matrices=False, block=1),
             Stage("dadapt_adam_float16_use_bias_correction_2", "elem", 0, (5, 6, 7, 8, 9, 10), temps=('tensor_sum_for_total', 'tensor_sum_for_numerator'), matrices=False, block=1),
-            Stage("dadapt_adam_float16_use_bias_correction_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
-            Stage("dadapt_adam_float16_use_bias_correction_4", "model", 3, (0, 11, 2, 10, 4), temps=(), matrices=False, block=1),
+            Stage("dadapt_adam_float32_3", "tensor", 1, (), temps=('model_sum_for_numerator', 'total'), matrices=False, block=1),
+            Stage("dadapt_adam_float32_use_bias_correction_4", "model", 3, (0, 11, 2, 10, 4), temps=(), matrices=False, block=1),
         ),
     ),
 )

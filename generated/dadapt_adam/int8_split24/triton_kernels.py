@@ -409,34 +409,6 @@ def dadapt_adam_float32_4(
 
 
 @triton.jit
-def dadapt_adam_float32_small_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, rate)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_float32_small_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float32_small_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
 def dadapt_adam_float32_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
@@ -454,7 +426,7 @@ def dadapt_adam_float32_small_1(
     one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 19)
     columns = tl.load(row + 20)
-    dadapt_adam_float32_small_1_round(
+    dadapt_adam_float32_1_round(
         d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
         one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
         one_minus_sqrt_beta2, LANES,
@@ -566,28 +538,6 @@ def dadapt_adam_float32_small_2(
 
 
 @triton.jit
-def dadapt_adam_float32_small_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float32_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float32_small_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
 def dadapt_adam_float32_small_3(table, work, LANES: tl.constexpr):
     """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -600,44 +550,9 @@ def dadapt_adam_float32_small_3(table, work, LANES: tl.constexpr):
     tensor_sum_for_total_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 19)
     columns = tl.load(row + 20)
-    dadapt_adam_float32_small_3_round(
+    dadapt_adam_float32_3_round(
         model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
         end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float32_small_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_float32_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float32_small_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-        one_minus_sqrt_beta2,
     )
 
 
@@ -657,37 +572,9 @@ def dadapt_adam_float32_small_4(
     model_sum_for_numerator_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 19)
     columns = tl.load(row + 20)
-    dadapt_adam_float32_small_4_round(
+    dadapt_adam_float32_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
         growth_rate, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, rate)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
     )
 
 
@@ -709,7 +596,7 @@ def dadapt_adam_bfloat16_1(
     one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    dadapt_adam_bfloat16_1_round(
+    dadapt_adam_float32_1_round(
         d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
         one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
         one_minus_sqrt_beta2, LANES,
@@ -959,28 +846,6 @@ def dadapt_adam_bfloat16_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_bfloat16_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
 def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
     """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -993,44 +858,9 @@ def dadapt_adam_bfloat16_3(table, work, LANES: tl.constexpr):
     tensor_sum_for_total_ptr = pointer(row + 16, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    dadapt_adam_bfloat16_3_round(
+    dadapt_adam_float32_3_round(
         model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
         end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-        one_minus_sqrt_beta2,
     )
 
 
@@ -1050,37 +880,9 @@ def dadapt_adam_bfloat16_4(
     model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    dadapt_adam_bfloat16_4_round(
+    dadapt_adam_float32_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
         growth_rate, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_small_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, rate)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_small_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_small_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
     )
 
 
@@ -1102,7 +904,7 @@ def dadapt_adam_bfloat16_small_1(
     one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
-    dadapt_adam_bfloat16_small_1_round(
+    dadapt_adam_float32_1_round(
         d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
         one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
         one_minus_sqrt_beta2, LANES,
@@ -1255,28 +1057,6 @@ def dadapt_adam_bfloat16_small_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_small_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_bfloat16_small_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
 def dadapt_adam_bfloat16_small_3(table, work, LANES: tl.constexpr):
     """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -1289,44 +1069,9 @@ def dadapt_adam_bfloat16_small_3(table, work, LANES: tl.constexpr):
     tensor_sum_for_total_ptr = pointer(row + 13, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
-    dadapt_adam_bfloat16_small_3_round(
+    dadapt_adam_float32_3_round(
         model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
         end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_small_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_small_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-        one_minus_sqrt_beta2,
     )
 
 
@@ -1346,62 +1091,9 @@ def dadapt_adam_bfloat16_small_4(
     model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
-    dadapt_adam_bfloat16_small_4_round(
+    dadapt_adam_float32_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
         growth_rate, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, rate)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_float16_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_1(
-    table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_beta1_times_rate_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_float16_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-        one_minus_sqrt_beta2, LANES,
     )
 
 
@@ -1666,157 +1358,6 @@ def dadapt_adam_float16_2(
 
 
 @triton.jit
-def dadapt_adam_float16_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float16_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float16_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
-    total_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_float16_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_float16_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 9, tl.float32, False)
-    numerator_weighted_ptr = pointer(row + 10, tl.float32, False)
-    total_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_float16_4_round(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_small_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    rate = d * lr  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, rate)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_float16_small_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-    one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_small_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, one_minus_beta1, one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_small_1(
-    table, work, lr: tl.float32, weight_decay: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 8, tl.float32, False)
-    rate_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_rate_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_float16_small_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, one_minus_beta1,
-        one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
 def dadapt_adam_float16_small_2_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, live, index, beta1, beta2,
@@ -1977,104 +1518,6 @@ def dadapt_adam_float16_small_2(
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def dadapt_adam_float16_small_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float16_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float16_small_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
-    total_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 14, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 13, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_float16_small_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_small_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_float16_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_small_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 6, tl.float32, False)
-    numerator_weighted_ptr = pointer(row + 7, tl.float32, False)
-    total_ptr = pointer(row + 16, tl.float32, False)
-    model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_float16_small_4_round(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, beta3, one_minus_sqrt_beta2, LANES,
-    )
 
 
 @triton.jit
@@ -2361,47 +1804,6 @@ def dadapt_adam_float32_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float32_use_bias_correction_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 33 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 17, tl.float32, False)
-    total_ptr = pointer(row + 18, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 22)
-    columns = tl.load(row + 23)
-    dadapt_adam_float32_use_bias_correction_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
 def dadapt_adam_float32_use_bias_correction_4_values(
     d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
     one_minus_sqrt_beta2,
@@ -2459,35 +1861,6 @@ def dadapt_adam_float32_use_bias_correction_4(
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_small_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    d_mul = d * lr
-    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, d_mul)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_small_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float32_use_bias_correction_small_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
 def dadapt_adam_float32_use_bias_correction_small_1(
     table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
@@ -2505,7 +1878,7 @@ def dadapt_adam_float32_use_bias_correction_small_1(
     one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 11, tl.float32, False)
     rows = tl.load(row + 19)
     columns = tl.load(row + 20)
-    dadapt_adam_float32_use_bias_correction_small_1_round(
+    dadapt_adam_float32_use_bias_correction_1_round(
         d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
         one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
         one_minus_beta1, one_minus_sqrt_beta2, LANES,
@@ -2617,82 +1990,6 @@ def dadapt_adam_float32_use_bias_correction_small_2(
 
 
 @triton.jit
-def dadapt_adam_float32_use_bias_correction_small_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float32_use_bias_correction_small_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 30 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 14, tl.float32, False)
-    total_ptr = pointer(row + 15, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 13, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 19)
-    columns = tl.load(row + 20)
-    dadapt_adam_float32_use_bias_correction_small_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_small_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_float32_use_bias_correction_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float32_use_bias_correction_small_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
 def dadapt_adam_float32_use_bias_correction_small_4(
     table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
@@ -2708,38 +2005,9 @@ def dadapt_adam_float32_use_bias_correction_small_4(
     model_sum_for_numerator_ptr = pointer(row + 14, tl.float32, False)
     rows = tl.load(row + 19)
     columns = tl.load(row + 20)
-    dadapt_adam_float32_use_bias_correction_small_4_round(
+    dadapt_adam_float32_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
         growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    d_mul = d * lr
-    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, d_mul)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_use_bias_correction_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
     )
 
 
@@ -2761,7 +2029,7 @@ def dadapt_adam_bfloat16_use_bias_correction_1(
     one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    dadapt_adam_bfloat16_use_bias_correction_1_round(
+    dadapt_adam_float32_use_bias_correction_1_round(
         d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
         one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
         one_minus_beta1, one_minus_sqrt_beta2, LANES,
@@ -3011,82 +2279,6 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_bfloat16_use_bias_correction_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
-    total_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_bfloat16_use_bias_correction_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_use_bias_correction_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_4(
     table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
@@ -3102,38 +2294,9 @@ def dadapt_adam_bfloat16_use_bias_correction_4(
     model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
     rows = tl.load(row + 23)
     columns = tl.load(row + 24)
-    dadapt_adam_bfloat16_use_bias_correction_4_round(
+    dadapt_adam_float32_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
         growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    d_mul = d * lr
-    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, d_mul)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_use_bias_correction_small_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
     )
 
 
@@ -3155,7 +2318,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_1(
     one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 12, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
-    dadapt_adam_bfloat16_use_bias_correction_small_1_round(
+    dadapt_adam_float32_use_bias_correction_1_round(
         d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
         one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
         one_minus_beta1, one_minus_sqrt_beta2, LANES,
@@ -3308,82 +2471,6 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
 
 
 @triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_bfloat16_use_bias_correction_small_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
-    total_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 14, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 13, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_bfloat16_use_bias_correction_small_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_bfloat16_use_bias_correction_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_bfloat16_use_bias_correction_small_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
 def dadapt_adam_bfloat16_use_bias_correction_small_4(
     table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
     one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
@@ -3399,63 +2486,9 @@ def dadapt_adam_bfloat16_use_bias_correction_small_4(
     model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
     rows = tl.load(row + 20)
     columns = tl.load(row + 21)
-    dadapt_adam_bfloat16_use_bias_correction_small_4_round(
+    dadapt_adam_float32_use_bias_correction_4_round(
         d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
         growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    d_mul = d * lr
-    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, d_mul)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_use_bias_correction_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_1(
-    table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 9, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 11, tl.float32, False)
-    rate_ptr = pointer(row + 12, tl.float32, False)
-    one_minus_beta1_times_rate_ptr = pointer(row + 13, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 14, tl.float32, False)
-    one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_float16_use_bias_correction_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-        one_minus_beta1, one_minus_sqrt_beta2, LANES,
     )
 
 
@@ -3720,158 +2753,6 @@ def dadapt_adam_float16_use_bias_correction_2(
 
 
 @triton.jit
-def dadapt_adam_float16_use_bias_correction_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float16_use_bias_correction_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
-    total_ptr = pointer(row + 19, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 16, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_float16_use_bias_correction_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_use_bias_correction_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 34 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 9, tl.float32, False)
-    numerator_weighted_ptr = pointer(row + 10, tl.float32, False)
-    total_ptr = pointer(row + 19, tl.float32, False)
-    model_sum_for_numerator_ptr = pointer(row + 18, tl.float32, False)
-    rows = tl.load(row + 23)
-    columns = tl.load(row + 24)
-    dadapt_adam_float16_use_bias_correction_4_round(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_1_values(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    d_mul = d * lr
-    rate = d_mul * scalar_0  # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    tl.store(d_times_lr_ptr, d_mul)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_beta1_times_rate_ptr, one_minus_beta1 * rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-    tl.store(one_minus_sqrt_beta2_times_rate_ptr, one_minus_sqrt_beta2 * rate)
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_1_round(
-    d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-    one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-    one_minus_beta1, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_use_bias_correction_small_1_values(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, lr, weight_decay, scalar_0, one_minus_beta1, one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_1(
-    table, work, lr: tl.float32, weight_decay: tl.float32, scalar_0: tl.float32, one_minus_beta1: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 6, tl.float32, False)
-    d_times_lr_ptr = pointer(row + 8, tl.float32, False)
-    rate_ptr = pointer(row + 9, tl.float32, False)
-    one_minus_beta1_times_rate_ptr = pointer(row + 10, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 11, tl.float32, False)
-    one_minus_sqrt_beta2_times_rate_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_float16_use_bias_correction_small_1_round(
-        d_ptr, d_times_lr_ptr, rate_ptr, one_minus_beta1_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-        one_minus_sqrt_beta2_times_rate_ptr, first, end, rows, columns, lr, weight_decay, scalar_0,
-        one_minus_beta1, one_minus_sqrt_beta2, LANES,
-    )
-
-
-@triton.jit
 def dadapt_adam_float16_use_bias_correction_small_2_tile(
     p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_sq_ptr, s_ptr, one_minus_sqrt_beta2_times_rate_ptr,
     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, live, index, beta1, beta2,
@@ -4032,104 +2913,6 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_3_values(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_numerator = tl.load(tensor_sum_for_numerator_ptr)
-    tensor_sum_for_total = tl.load(tensor_sum_for_total_ptr)
-    tl.store(model_sum_for_numerator_ptr, tensor_sum_for_numerator)
-    tl.store(total_ptr, tensor_sum_for_total)
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_3_round(
-    model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-    end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    dadapt_adam_float16_use_bias_correction_small_3_values(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_3(table, work, LANES: tl.constexpr):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
-    total_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_for_numerator_ptr = pointer(row + 14, tl.float32, False)
-    tensor_sum_for_total_ptr = pointer(row + 13, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_float16_use_bias_correction_small_3_round(
-        model_sum_for_numerator_ptr, total_ptr, tensor_sum_for_numerator_ptr, tensor_sum_for_total_ptr, first,
-        end, rows, columns, LANES,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_4_values(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-    one_minus_sqrt_beta2,
-):
-    """Values of the model."""
-    d = tl.load(d_ptr)
-    total = tl.load(total_ptr)
-    model_sum_for_numerator = tl.load(model_sum_for_numerator_ptr)
-    numerator_weighted = tl.load(numerator_weighted_ptr)
-    # 28  rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    rate = d * lr * scalar_0
-    numerator = rate * model_sum_for_numerator  # 29  numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    # 30  numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    numerator_weighted = tl.fma(one_minus_sqrt_beta2, numerator, beta3 * numerator_weighted)
-    # 35  d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
-    d_hat = numerator_weighted / tl.maximum(one_minus_sqrt_beta2 * total, 1e-37, propagate_nan=tl.PropagateNan.ALL)
-    # 38  d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
-    d = tl.maximum(d, tl.where(0.0 < total, tl.minimum(d_hat, d * growth_rate, propagate_nan=tl.PropagateNan.ALL), 0.0), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(d_ptr, d)
-    tl.store(numerator_weighted_ptr, numerator_weighted)
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_4_round(
-    d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-    growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES: tl.constexpr,
-):
-    """All values of the model."""
-    dadapt_adam_float16_use_bias_correction_small_4_values(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, lr, growth_rate, scalar_0, beta3,
-        one_minus_sqrt_beta2,
-    )
-
-
-@triton.jit
-def dadapt_adam_float16_use_bias_correction_small_4(
-    table, work, lr: tl.float32, growth_rate: tl.float32, scalar_0: tl.float32, beta3: tl.float32,
-    one_minus_sqrt_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """dadapt_adam: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 31 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    d_ptr = pointer(row + 6, tl.float32, False)
-    numerator_weighted_ptr = pointer(row + 7, tl.float32, False)
-    total_ptr = pointer(row + 16, tl.float32, False)
-    model_sum_for_numerator_ptr = pointer(row + 15, tl.float32, False)
-    rows = tl.load(row + 20)
-    columns = tl.load(row + 21)
-    dadapt_adam_float16_use_bias_correction_small_4_round(
-        d_ptr, numerator_weighted_ptr, total_ptr, model_sum_for_numerator_ptr, first, end, rows, columns, lr,
-        growth_rate, scalar_0, beta3, one_minus_sqrt_beta2, LANES,
-    )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

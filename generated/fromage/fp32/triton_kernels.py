@@ -249,59 +249,6 @@ def fromage_bfloat16_1(
 
 
 @triton.jit
-def fromage_bfloat16_2_values(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
-    grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    tensor_sum_for_p_norm = tl.load(tensor_sum_for_p_norm_ptr)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
-    tensor_sum_for_g_norm_le = g_norm <= 0.0
-    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = tl.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
-    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = tl.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
-    tl.store(shrink_ptr, shrink)
-    tl.store(lr_times_ratio_ptr, lr * ratio)
-
-
-@triton.jit
-def fromage_bfloat16_2_round(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-    columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    fromage_bfloat16_2_values(
-        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
-        grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
-    )
-
-
-@triton.jit
-def fromage_bfloat16_2(
-    table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
-):
-    """fromage: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    shrink_ptr = pointer(row + 4, tl.float32, False)
-    lr_times_ratio_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_for_p_norm_ptr = pointer(row + 2, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    fromage_bfloat16_2_round(
-        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-        columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES,
-    )
-
-
-@triton.jit
 def fromage_bfloat16_3_tile(
     p_ptr, g_ptr, lr_times_ratio_ptr, shrink_ptr, at, live, minus_grad_scale, MASKED: tl.constexpr,
 ):
@@ -422,59 +369,6 @@ def fromage_float16_1(
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_p_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def fromage_float16_2_values(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
-    grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
-):
-    """Values of the tensor."""
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    tensor_sum_for_p_norm = tl.load(tensor_sum_for_p_norm_ptr)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
-    tensor_sum_for_g_norm_le = g_norm <= 0.0
-    # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = tl.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
-    # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = tl.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
-    tl.store(shrink_ptr, shrink)
-    tl.store(lr_times_ratio_ptr, lr * ratio)
-
-
-@triton.jit
-def fromage_float16_2_round(
-    shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-    columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    fromage_float16_2_values(
-        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, lr,
-        grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr,
-    )
-
-
-@triton.jit
-def fromage_float16_2(
-    table, work, lr: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    one_over_sqrt_one_plus_lr_times_lr: tl.float32, LANES: tl.constexpr,
-):
-    """fromage: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    shrink_ptr = pointer(row + 4, tl.float32, False)
-    lr_times_ratio_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_for_p_norm_ptr = pointer(row + 2, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    fromage_float16_2_round(
-        shrink_ptr, lr_times_ratio_ptr, tensor_sum_for_g_norm_ptr, tensor_sum_for_p_norm_ptr, first, end, rows,
-        columns, lr, grad_scale_times_grad_scale, one_over_sqrt_one_plus_lr_times_lr, LANES,
-    )
 
 
 @triton.jit

@@ -120,7 +120,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("fromage_float16_1", "elem", 0, (), temps=('tensor_sum_for_p_norm', 'tensor_sum_for_g_norm'), matrices=False, block=1),
-            Stage("fromage_float16_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
+            Stage("fromage_bfloat16_2", "tensor", 1, (0, 1, 2), temps=('shrink', 'lr_times_ratio'), matrices=False, block=1),
             Stage("fromage_float16_3", "elem", 2, (3,), temps=(), matrices=False, block=1),
         ),
     ),

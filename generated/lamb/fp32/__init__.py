@@ -106,7 +106,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("lamb_bfloat16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_bfloat16_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
+            Stage("lamb_float32_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
             Stage("lamb_bfloat16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
         ),
     ),
@@ -137,7 +137,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("lamb_float16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_float16_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
+            Stage("lamb_float32_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
             Stage("lamb_float16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
         ),
     ),

@@ -311,54 +311,6 @@ def lamb_bfloat16_1(
 
 
 @triton.jit
-def lamb_bfloat16_2_values(
-    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
-    max_norm,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
-
-
-@triton.jit
-def lamb_bfloat16_2_round(
-    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
-    columns, lr, min_norm, max_norm, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lamb_bfloat16_2_values(
-        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
-        max_norm,
-    )
-
-
-@triton.jit
-def lamb_bfloat16_2(
-    table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
-):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_trust_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_update_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    lamb_bfloat16_2_round(
-        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
-        columns, lr, min_norm, max_norm, LANES,
-    )
-
-
-@triton.jit
 def lamb_bfloat16_3_tile(
     p_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_times_trust_ptr, at, live, weight_decay, scalar_2, scalar_3,
     MASKED: tl.constexpr,
@@ -513,54 +465,6 @@ def lamb_float16_1(
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def lamb_float16_2_values(
-    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
-    max_norm,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_update_norm = tl.load(tensor_sum_for_update_norm_ptr)
-    # 28  weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
-    weight_norm = tl.minimum(tl.maximum(tl.sqrt(tensor_sum_for_weight_norm), min_norm, propagate_nan=tl.PropagateNan.ALL), max_norm, propagate_nan=tl.PropagateNan.ALL)
-    update_norm = tl.sqrt(tensor_sum_for_update_norm)  # 29  update_norm = norm(update)
-    # 30  trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
-    trust = tl.where((weight_norm <= 0.0) | (update_norm <= 0.0), 1.0, weight_norm / update_norm)
-    tl.store(lr_times_trust_ptr, lr * trust)
-
-
-@triton.jit
-def lamb_float16_2_round(
-    lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
-    columns, lr, min_norm, max_norm, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lamb_float16_2_values(
-        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, lr, min_norm,
-        max_norm,
-    )
-
-
-@triton.jit
-def lamb_float16_2(
-    table, work, lr: tl.float32, min_norm: tl.float32, max_norm: tl.float32, LANES: tl.constexpr,
-):
-    """lamb: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_trust_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_update_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    lamb_float16_2_round(
-        lr_times_trust_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_update_norm_ptr, first, end, rows,
-        columns, lr, min_norm, max_norm, LANES,
-    )
 
 
 @triton.jit

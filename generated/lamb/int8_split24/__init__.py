@@ -208,7 +208,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("lamb_float16_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=64),
-            Stage("lamb_float16_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
+            Stage("lamb_bfloat16_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
             Stage("lamb_float16_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=64),
         ),
     ),
@@ -240,7 +240,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("lamb_float16_small_1", "elem", 0, (0, 1, 2, 3, 4, 5, 6), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_update_norm'), matrices=False, block=1),
-            Stage("lamb_float16_small_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
+            Stage("lamb_bfloat16_small_2", "tensor", 1, (7, 8, 9), temps=('lr_times_trust',), matrices=False, block=1),
             Stage("lamb_float16_small_3", "elem", 2, (2, 5, 6), temps=(), matrices=False, block=1),
         ),
     ),

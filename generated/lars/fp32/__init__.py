@@ -86,7 +86,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("lars_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
             Stage("lars_bfloat16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
         ),
     ),
@@ -116,7 +116,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("lars_float16_1", "elem", 0, (), temps=('tensor_sum_for_weight_norm', 'tensor_sum_for_grad_norm'), matrices=False, block=1),
-            Stage("lars_float16_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
+            Stage("lars_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('lr_times_local_lr',), matrices=False, block=1),
             Stage("lars_float16_3", "elem", 2, (4, 1, 5), temps=(), matrices=False, block=1),
         ),
     ),

@@ -258,57 +258,6 @@ def lars_bfloat16_1(
 
 
 @triton.jit
-def lars_bfloat16_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_bfloat16_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_bfloat16_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def lars_bfloat16_2(
-    table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_local_lr_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_for_grad_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    lars_bfloat16_2_round(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
 def lars_bfloat16_3_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, lr_times_local_lr_ptr, at, live, momentum, weight_decay, grad_scale,
     MASKED: tl.constexpr,
@@ -437,57 +386,6 @@ def lars_float16_1(
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def lars_float16_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_float16_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_float16_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def lars_float16_2(
-    table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_local_lr_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_for_grad_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    lars_float16_2_round(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit

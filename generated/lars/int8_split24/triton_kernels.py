@@ -258,16 +258,6 @@ def lars_float32_3(
 
 
 @triton.jit
-def lars_float32_small_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(p * p, at, live, MASKED), term(g * g, at, live, MASKED)
-
-
-@triton.jit
 def lars_float32_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -293,7 +283,7 @@ def lars_float32_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_float32_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -301,48 +291,18 @@ def lars_float32_small_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_float32_small_1_tile(p_ptr + start, g_ptr + start, at, at, False)
+        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     for part in tl.static_range(TILE // LESS):
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float32_small_1_tile(p_ptr + start, g_ptr + start, few, live, True)
+            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def lars_float32_small_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_float32_small_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_float32_small_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
 
 
 @triton.jit
@@ -360,7 +320,7 @@ def lars_float32_small_2(
     tensor_sum_for_grad_norm_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    lars_float32_small_2_round(
+    lars_float32_2_round(
         lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
         columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
     )
@@ -504,36 +464,6 @@ def lars_bfloat16_1(
 
 
 @triton.jit
-def lars_bfloat16_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_bfloat16_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_bfloat16_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def lars_bfloat16_2(
     table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
     grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
@@ -548,7 +478,7 @@ def lars_bfloat16_2(
     tensor_sum_for_grad_norm_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 11)
     columns = tl.load(row + 12)
-    lars_bfloat16_2_round(
+    lars_float32_2_round(
         lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
         columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
     )
@@ -692,20 +622,6 @@ def lars_bfloat16_3(
 
 
 @triton.jit
-def lars_bfloat16_small_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def lars_bfloat16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -733,7 +649,7 @@ def lars_bfloat16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
@@ -742,7 +658,7 @@ def lars_bfloat16_small_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_bfloat16_small_1_tile(
+        tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -751,64 +667,13 @@ def lars_bfloat16_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def lars_bfloat16_small_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_bfloat16_small_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_bfloat16_small_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def lars_bfloat16_small_2(
-    table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_local_lr_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_grad_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    lars_bfloat16_small_2_round(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit
@@ -994,57 +859,6 @@ def lars_float16_1(
 
 
 @triton.jit
-def lars_float16_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_float16_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_float16_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def lars_float16_2(
-    table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_local_lr_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_grad_norm_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 11)
-    columns = tl.load(row + 12)
-    lars_float16_2_round(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
 def lars_float16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, lr_times_local_lr_ptr, at,
     at_block, live, live_block, index, momentum, weight_decay, grad_scale, step_key, stream_key,
@@ -1200,27 +1014,6 @@ def lars_float16_3(
 
 
 @triton.jit
-def lars_float16_small_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(p * p, at, live, MASKED), term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
 def lars_float16_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1248,7 +1041,7 @@ def lars_float16_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term = lars_float16_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
@@ -1257,7 +1050,7 @@ def lars_float16_small_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_float16_small_1_tile(
+        tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1266,64 +1059,13 @@ def lars_float16_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float16_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def lars_float16_small_2_values(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-    trust_coefficient, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_weight_norm = tl.load(tensor_sum_for_weight_norm_ptr)
-    tensor_sum_for_grad_norm = tl.load(tensor_sum_for_grad_norm_ptr)
-    weight_norm = tl.sqrt(tensor_sum_for_weight_norm)  # 17  weight_norm, grad_norm = norm(p), norm(g)
-    # 17  weight_norm, grad_norm = norm(p), norm(g)
-    grad_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_grad_norm)
-    # 18  ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-    ratio = trust_coefficient * weight_norm / tl.fma(weight_decay, weight_norm, grad_norm)
-    # 19  local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
-    local_lr = tl.where((weight_norm <= 0.0) | (grad_norm <= 0.0), 1.0, ratio)
-    tl.store(lr_times_local_lr_ptr, lr * local_lr)
-
-
-@triton.jit
-def lars_float16_small_2_round(
-    lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-    columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    lars_float16_small_2_values(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, lr, weight_decay,
-        trust_coefficient, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def lars_float16_small_2(
-    table, work, lr: tl.float32, weight_decay: tl.float32, trust_coefficient: tl.float32,
-    grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """lars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    lr_times_local_lr_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_weight_norm_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_grad_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    lars_float16_small_2_round(
-        lr_times_local_lr_ptr, tensor_sum_for_weight_norm_ptr, tensor_sum_for_grad_norm_ptr, first, end, rows,
-        columns, lr, weight_decay, trust_coefficient, grad_scale_times_grad_scale, LANES,
-    )
 
 
 @triton.jit

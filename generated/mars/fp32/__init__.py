@@ -118,7 +118,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("mars_bfloat16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_bfloat16_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_float32_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_bfloat16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),
@@ -149,7 +149,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("mars_float16_1", "elem", 0, (0, 1, 2), temps=('tensor_sum_of_c',), matrices=False, block=1),
-            Stage("mars_float16_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
+            Stage("mars_float32_2", "tensor", 1, (), temps=('sqrt_tensor_sum_of_c_max_one',), matrices=False, block=1),
             Stage("mars_float16_3", "elem", 2, (3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10, 11), temps=(), matrices=False, block=1),
         ),
     ),

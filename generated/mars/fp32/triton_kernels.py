@@ -290,35 +290,6 @@ def mars_bfloat16_1(
 
 
 @triton.jit
-def mars_bfloat16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_bfloat16_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_bfloat16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
-def mars_bfloat16_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    mars_bfloat16_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
 def mars_bfloat16_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, last_grad_ptr, sqrt_tensor_sum_of_c_max_one_ptr, at, live,
     beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
@@ -486,35 +457,6 @@ def mars_float16_1(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def mars_float16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_float16_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_float16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
-def mars_float16_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    mars_float16_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit

@@ -439,21 +439,6 @@ def mars_float32_small_1(
 
 
 @triton.jit
-def mars_float32_small_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_float32_small_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_float32_small_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
 def mars_float32_small_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -464,7 +449,7 @@ def mars_float32_small_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_c_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 9)
     columns = tl.load(row + 10)
-    mars_float32_small_2_round(
+    mars_float32_2_round(
         sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
@@ -671,21 +656,6 @@ def mars_bfloat16_1(
 
 
 @triton.jit
-def mars_bfloat16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_bfloat16_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_bfloat16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
 def mars_bfloat16_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -696,7 +666,7 @@ def mars_bfloat16_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 13)
     columns = tl.load(row + 14)
-    mars_bfloat16_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
+    mars_float32_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -991,21 +961,6 @@ def mars_bfloat16_small_1(
 
 
 @triton.jit
-def mars_bfloat16_small_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_bfloat16_small_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_bfloat16_small_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
 def mars_bfloat16_small_2(table, work, LANES: tl.constexpr):
     """mars: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -1016,7 +971,7 @@ def mars_bfloat16_small_2(table, work, LANES: tl.constexpr):
     tensor_sum_of_c_ptr = pointer(row + 6, tl.float32, False)
     rows = tl.load(row + 10)
     columns = tl.load(row + 11)
-    mars_bfloat16_small_2_round(
+    mars_float32_2_round(
         sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
     )
 
@@ -1263,35 +1218,6 @@ def mars_float16_1(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def mars_float16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_float16_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_float16_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
-def mars_float16_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 24 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 13)
-    columns = tl.load(row + 14)
-    mars_float16_2_round(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1601,37 +1527,6 @@ def mars_float16_small_1(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def mars_float16_small_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr):
-    """Values of the tensor."""
-    tensor_sum_of_c = tl.load(tensor_sum_of_c_ptr)
-    tl.store(sqrt_tensor_sum_of_c_max_one_ptr, tl.maximum(tl.sqrt(tensor_sum_of_c), 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def mars_float16_small_2_round(
-    sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    mars_float16_small_2_values(sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr)
-
-
-@triton.jit
-def mars_float16_small_2(table, work, LANES: tl.constexpr):
-    """mars: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    sqrt_tensor_sum_of_c_max_one_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_of_c_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    mars_float16_small_2_round(
-        sqrt_tensor_sum_of_c_max_one_ptr, tensor_sum_of_c_ptr, first, end, rows, columns, LANES,
-    )
 
 
 @triton.jit

@@ -142,7 +142,7 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_bfloat16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
             Stage("muon_bfloat16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
@@ -173,7 +173,7 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
             Stage("muon_float16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
@@ -394,9 +394,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_match_rms_adamw_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_match_rms_adamw_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -424,10 +424,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_match_rms_adamw_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_match_rms_adamw_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -455,10 +455,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_match_rms_adamw_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float16_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_match_rms_adamw_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -675,10 +675,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float32_no_nesterov_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float32_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_no_nesterov_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -706,10 +706,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_no_nesterov_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_bfloat16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_no_nesterov_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -737,10 +737,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_no_nesterov_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_no_nesterov_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -957,10 +957,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float32_no_nesterov_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_no_nesterov_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_no_nesterov_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -988,10 +988,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1019,10 +1019,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_no_nesterov_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_no_nesterov_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_no_nesterov_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(

@@ -222,7 +222,7 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_bfloat16_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
             Stage("muon_bfloat16_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
@@ -255,7 +255,7 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
             Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
@@ -287,7 +287,7 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float16_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
             Stage("muon_float16_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
@@ -728,9 +728,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
+            Stage("muon_float32_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -759,9 +759,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_float32_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_match_rms_adamw_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_match_rms_adamw_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -792,9 +792,9 @@ VARIANTS = (
         ),
         stages=(
             Stage("muon_bfloat16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
+            Stage("muon_bfloat16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -823,10 +823,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_match_rms_adamw_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_match_rms_adamw_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -856,10 +856,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
+            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float16_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -888,10 +888,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_match_rms_adamw_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float16_small_2", "elem", 0, (1, 2, 3, 4), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (5, 6, 7, 8, 9), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_match_rms_adamw_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_small_4", "elem", 2, (10,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1328,10 +1328,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float32_no_nesterov_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float32_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_no_nesterov_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1359,10 +1359,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float32_no_nesterov_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float32_no_nesterov_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_no_nesterov_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1392,10 +1392,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_no_nesterov_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_bfloat16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_no_nesterov_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1424,10 +1424,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_no_nesterov_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_bfloat16_no_nesterov_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_no_nesterov_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1457,10 +1457,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_no_nesterov_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_no_nesterov_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1489,10 +1489,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_no_nesterov_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
             Stage("muon_float16_no_nesterov_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_no_nesterov_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1929,10 +1929,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float32_no_nesterov_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_no_nesterov_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_no_nesterov_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1960,10 +1960,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float32_no_nesterov_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float32_no_nesterov_match_rms_adamw_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float32_no_nesterov_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float32_no_nesterov_match_rms_adamw_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float32_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -1993,10 +1993,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
+            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -2025,10 +2025,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_bfloat16_no_nesterov_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_bfloat16_no_nesterov_match_rms_adamw_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_bfloat16_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -2058,10 +2058,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_no_nesterov_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_no_nesterov_match_rms_adamw_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
+            Stage("muon_bfloat16_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float16_no_nesterov_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=64),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_no_nesterov_match_rms_adamw_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(
@@ -2090,10 +2090,10 @@ VARIANTS = (
             Temp("direction", "elem"),
         ),
         stages=(
-            Stage("muon_float16_no_nesterov_match_rms_adamw_small_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
-            Stage("muon_float16_no_nesterov_match_rms_adamw_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
+            Stage("muon_float32_match_rms_adamw_1", "tensor", -1, (0,), temps=('lr_times_scale',), matrices=False, block=1),
+            Stage("muon_float16_no_nesterov_small_2", "elem", 0, (1, 2), temps=('direction',), matrices=False, block=1),
             Stage("newton_schulz", "call", 1, (3, 4, 5, 6, 7), temps=('direction',), given=('ns_steps', 'ns_coefficients_0', 'ns_coefficients_1', 'ns_coefficients_2', 'eps')),
-            Stage("muon_float16_no_nesterov_match_rms_adamw_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
+            Stage("muon_float16_small_4", "elem", 2, (8,), temps=(), matrices=False, block=1),
         ),
     ),
     Variant(

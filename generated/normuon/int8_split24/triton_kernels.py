@@ -611,17 +611,6 @@ def normuon_float32_small_1(
 
 
 @triton.jit
-def normuon_float32_small_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    # -- encode and store
-    return term(direction * direction, at, live, MASKED)
-
-
-@triton.jit
 def normuon_float32_small_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -652,7 +641,7 @@ def normuon_float32_small_3(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_small_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -660,7 +649,7 @@ def normuon_float32_small_3(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_small_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
@@ -679,37 +668,8 @@ def normuon_float32_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.const
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = normuon_float32_small_3_tile(direction_ptr, at, live, True)
+        row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_float32_small_4_values(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-    one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
-    row_sq = get(row_sq_ptr, at, live, True)
-    # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    put(row_sq_ptr, at, row_sq, live, True)
-    put(sqrt_row_sq_2_plus_eps_ptr, at, tl.sqrt(row_sq) + eps, live, True)
-
-
-@triton.jit
-def normuon_float32_small_4_round(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-    columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        normuon_float32_small_4_values(
-            row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-            one_minus_beta2,
-        )
 
 
 @triton.jit
@@ -727,25 +687,10 @@ def normuon_float32_small_4(
     rows = tl.load(row + 14)
     columns = tl.load(row + 15)
     extent_columns = tl.load(row + 23).to(tl.float32)
-    normuon_float32_small_4_round(
+    normuon_float32_4_round(
         row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
         columns, beta2, eps, one_minus_beta2, LANES,
     )
-
-
-@triton.jit
-def normuon_float32_small_5_tile(
-    direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    # -- encode and store
-    return term(even * even, at, live, MASKED)
 
 
 @triton.jit
@@ -781,7 +726,7 @@ def normuon_float32_small_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_float32_small_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
         )
         which = start + tl.arange(0, ROWS)
@@ -791,7 +736,7 @@ def normuon_float32_small_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_float32_small_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
         )
         which = start + tl.arange(0, ROWS)
@@ -816,70 +761,10 @@ def normuon_float32_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.const
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_float32_small_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_float32_small_6_values(row_sum_for_size_ptr, at, live):
-    """Values of rows."""
-    row_sum_for_size = get(row_sum_for_size_ptr, at, live, True)
-    return term(row_sum_for_size, at, live, True)
-
-
-@triton.jit
-def normuon_float32_small_6_round(
-    tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_for_size_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_for_size_term = normuon_float32_small_6_values(row_sum_for_size_ptr, at, live)
-        row_sum_for_size_terms += tl.sum(row_sum_for_size_term, 0)
-    tl.store(tensor_sum_for_size_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_size_terms, [1, 256]), 1))
-
-
-@triton.jit
-def normuon_float32_small_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns):
-    """Values of the tensor."""
-    tl.store(by_0p2_times_sqrt_rows_times_columns_ptr, 0.2 * tl.sqrt(extent_rows * extent_columns))
-
-
-@triton.jit
-def normuon_float32_small_7_round(
-    by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_float32_small_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns)
-
-
-@triton.jit
-def normuon_float32_small_8_values(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-):
-    """Values of the tensor."""
-    by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
-    tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
-    # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lr_times_size_ptr, lr * size)
-
-
-@triton.jit
-def normuon_float32_small_8_round(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-    columns, lr, eps, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_float32_small_8_values(
-        lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-    )
 
 
 @triton.jit
@@ -901,38 +786,18 @@ def normuon_float32_small_6(
     extent_columns = tl.load(row + 23).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        normuon_float32_small_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
+        normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        normuon_float32_small_7_round(
+        normuon_float32_7_round(
             by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        normuon_float32_small_8_round(
+        normuon_float32_8_round(
             lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
             columns, lr, eps, LANES,
         )
-
-
-@triton.jit
-def normuon_float32_small_9_tile(
-    p_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row,
-    one_minus_lr_times_weight_decay, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    lr_times_size = tl.load(lr_times_size_ptr)
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
-    p = get(p_ptr, at, live, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    p = one_minus_lr_times_weight_decay * p            # 42  p = policies.decoupled(p, lr, weight_decay)
-    p = tl.fma(minus(lr_times_size), even, p)          # 43  p = p - lr * size * even
-    # -- encode and store
-    put(p_ptr, at, p, live, MASKED)
 
 
 @triton.jit
@@ -970,7 +835,7 @@ def normuon_float32_small_9(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        normuon_float32_small_9_tile(
+        normuon_float32_9_tile(
             p_ptr + start * columns, lr_times_size_ptr, direction_ptr + start * columns,
             sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, one_minus_lr_times_weight_decay, False,
         )
@@ -979,7 +844,7 @@ def normuon_float32_small_9(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        normuon_float32_small_9_tile(
+        normuon_float32_9_tile(
             p_ptr + start * columns, lr_times_size_ptr, direction_ptr + start * columns,
             sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, one_minus_lr_times_weight_decay, True,
         )
@@ -1006,7 +871,7 @@ def normuon_float32_small_9_flat(
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        normuon_float32_small_9_tile(
+        normuon_float32_9_tile(
             p_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live,
             one_minus_lr_times_weight_decay, True,
         )
@@ -1137,17 +1002,6 @@ def normuon_bfloat16_1(
 
 
 @triton.jit
-def normuon_bfloat16_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    # -- encode and store
-    return term(direction * direction, at, live, MASKED)
-
-
-@triton.jit
 def normuon_bfloat16_3(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
@@ -1178,7 +1032,7 @@ def normuon_bfloat16_3(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_bfloat16_3_tile(direction_ptr + start * columns, at, at, False)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, at, False)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
     for tile in range(full, tl.cdiv(height, ROWS)):
@@ -1186,7 +1040,7 @@ def normuon_bfloat16_3(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_bfloat16_3_tile(direction_ptr + start * columns, at, live, True)
+        row_sum_term = normuon_float32_3_tile(direction_ptr + start * columns, at, live, True)
         which = start + tl.arange(0, ROWS)
         tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
 
@@ -1205,37 +1059,8 @@ def normuon_bfloat16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr,
     for tile in range(first, end):
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
-        row_sum_term = normuon_bfloat16_3_tile(direction_ptr, at, live, True)
+        row_sum_term = normuon_float32_3_tile(direction_ptr, at, live, True)
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_4_values(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-    one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
-    row_sq = get(row_sq_ptr, at, live, True)
-    # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    put(row_sq_ptr, at, row_sq, live, True)
-    put(sqrt_row_sq_2_plus_eps_ptr, at, tl.sqrt(row_sq) + eps, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_4_round(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-    columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        normuon_bfloat16_4_values(
-            row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-            one_minus_beta2,
-        )
 
 
 @triton.jit
@@ -1253,25 +1078,10 @@ def normuon_bfloat16_4(
     rows = tl.load(row + 16)
     columns = tl.load(row + 17)
     extent_columns = tl.load(row + 25).to(tl.float32)
-    normuon_bfloat16_4_round(
+    normuon_float32_4_round(
         row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
         columns, beta2, eps, one_minus_beta2, LANES,
     )
-
-
-@triton.jit
-def normuon_bfloat16_5_tile(
-    direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    # -- encode and store
-    return term(even * even, at, live, MASKED)
 
 
 @triton.jit
@@ -1307,7 +1117,7 @@ def normuon_bfloat16_5(
     full = tl.where(width == 1024, height // ROWS, 0)
     for tile in range(full):
         start = tile * ROWS
-        row_sum_term = normuon_bfloat16_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
         )
         which = start + tl.arange(0, ROWS)
@@ -1317,7 +1127,7 @@ def normuon_bfloat16_5(
         live_row = at_row < height - start
         live_col = lane < width
         live = live_row & live_col
-        row_sum_term = normuon_bfloat16_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
         )
         which = start + tl.arange(0, ROWS)
@@ -1342,70 +1152,10 @@ def normuon_bfloat16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr,
         at = tile * 256 + tl.arange(0, 256)
         live = at < numel
         at_row = at // width
-        row_sum_term = normuon_bfloat16_5_tile(
+        row_sum_term = normuon_float32_5_tile(
             direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
         )
         put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_6_values(row_sum_for_size_ptr, at, live):
-    """Values of rows."""
-    row_sum_for_size = get(row_sum_for_size_ptr, at, live, True)
-    return term(row_sum_for_size, at, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_6_round(
-    tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_for_size_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_for_size_term = normuon_bfloat16_6_values(row_sum_for_size_ptr, at, live)
-        row_sum_for_size_terms += tl.sum(row_sum_for_size_term, 0)
-    tl.store(tensor_sum_for_size_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_size_terms, [1, 256]), 1))
-
-
-@triton.jit
-def normuon_bfloat16_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns):
-    """Values of the tensor."""
-    tl.store(by_0p2_times_sqrt_rows_times_columns_ptr, 0.2 * tl.sqrt(extent_rows * extent_columns))
-
-
-@triton.jit
-def normuon_bfloat16_7_round(
-    by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_bfloat16_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns)
-
-
-@triton.jit
-def normuon_bfloat16_8_values(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-):
-    """Values of the tensor."""
-    by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
-    tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
-    # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lr_times_size_ptr, lr * size)
-
-
-@triton.jit
-def normuon_bfloat16_8_round(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-    columns, lr, eps, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_bfloat16_8_values(
-        lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-    )
 
 
 @triton.jit
@@ -1427,15 +1177,15 @@ def normuon_bfloat16_6(
     extent_columns = tl.load(row + 25).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        normuon_bfloat16_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
+        normuon_float32_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        normuon_bfloat16_7_round(
+        normuon_float32_7_round(
             by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        normuon_bfloat16_8_round(
+        normuon_float32_8_round(
             lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
             columns, lr, eps, LANES,
         )
@@ -1629,313 +1379,6 @@ def normuon_bfloat16_small_1(
                 g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
                 one_minus_beta1_times_grad_scale, True,
             )
-
-
-@triton.jit
-def normuon_bfloat16_small_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    # -- encode and store
-    return term(direction * direction, at, live, MASKED)
-
-
-@triton.jit
-def normuon_bfloat16_small_3(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term = normuon_bfloat16_small_3_tile(direction_ptr + start * columns, at, at, False)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term = normuon_bfloat16_small_3_tile(direction_ptr + start * columns, at, live, True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-
-
-@triton.jit
-def normuon_bfloat16_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term = normuon_bfloat16_small_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_small_4_values(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-    one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
-    row_sq = get(row_sq_ptr, at, live, True)
-    # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    put(row_sq_ptr, at, row_sq, live, True)
-    put(sqrt_row_sq_2_plus_eps_ptr, at, tl.sqrt(row_sq) + eps, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_small_4_round(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-    columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        normuon_bfloat16_small_4_values(
-            row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-            one_minus_beta2,
-        )
-
-
-@triton.jit
-def normuon_bfloat16_small_4(
-    table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    row_sq_ptr = pointer(row + 4, tl.float32, False)
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
-    row_sum_for_row_sq_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    extent_columns = tl.load(row + 24).to(tl.float32)
-    normuon_bfloat16_small_4_round(
-        row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-        columns, beta2, eps, one_minus_beta2, LANES,
-    )
-
-
-@triton.jit
-def normuon_bfloat16_small_5_tile(
-    direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    # -- encode and store
-    return term(even * even, at, live, MASKED)
-
-
-@triton.jit
-def normuon_bfloat16_small_5(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term = normuon_bfloat16_small_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
-        )
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term = normuon_bfloat16_small_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
-        )
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-
-
-@triton.jit
-def normuon_bfloat16_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term = normuon_bfloat16_small_5_tile(
-            direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_small_6_values(row_sum_for_size_ptr, at, live):
-    """Values of rows."""
-    row_sum_for_size = get(row_sum_for_size_ptr, at, live, True)
-    return term(row_sum_for_size, at, live, True)
-
-
-@triton.jit
-def normuon_bfloat16_small_6_round(
-    tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_for_size_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_for_size_term = normuon_bfloat16_small_6_values(row_sum_for_size_ptr, at, live)
-        row_sum_for_size_terms += tl.sum(row_sum_for_size_term, 0)
-    tl.store(tensor_sum_for_size_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_size_terms, [1, 256]), 1))
-
-
-@triton.jit
-def normuon_bfloat16_small_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns):
-    """Values of the tensor."""
-    tl.store(by_0p2_times_sqrt_rows_times_columns_ptr, 0.2 * tl.sqrt(extent_rows * extent_columns))
-
-
-@triton.jit
-def normuon_bfloat16_small_7_round(
-    by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_bfloat16_small_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns)
-
-
-@triton.jit
-def normuon_bfloat16_small_8_values(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-):
-    """Values of the tensor."""
-    by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
-    tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
-    # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lr_times_size_ptr, lr * size)
-
-
-@triton.jit
-def normuon_bfloat16_small_8_round(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-    columns, lr, eps, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_bfloat16_small_8_values(
-        lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-    )
-
-
-@triton.jit
-def normuon_bfloat16_small_6(
-    table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    extent_rows = tl.load(row + 23).to(tl.float32)
-    extent_columns = tl.load(row + 24).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        normuon_bfloat16_small_6_round(
-            tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        normuon_bfloat16_small_7_round(
-            by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        normuon_bfloat16_small_8_round(
-            lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-            columns, lr, eps, LANES,
-        )
 
 
 @triton.jit
@@ -2189,309 +1632,6 @@ def normuon_float16_1(
 
 
 @triton.jit
-def normuon_float16_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    # -- encode and store
-    return term(direction * direction, at, live, MASKED)
-
-
-@triton.jit
-def normuon_float16_3(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term = normuon_float16_3_tile(direction_ptr + start * columns, at, at, False)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term = normuon_float16_3_tile(direction_ptr + start * columns, at, live, True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-
-
-@triton.jit
-def normuon_float16_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 13, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term = normuon_float16_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_float16_4_values(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-    one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
-    row_sq = get(row_sq_ptr, at, live, True)
-    # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    put(row_sq_ptr, at, row_sq, live, True)
-    put(sqrt_row_sq_2_plus_eps_ptr, at, tl.sqrt(row_sq) + eps, live, True)
-
-
-@triton.jit
-def normuon_float16_4_round(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-    columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        normuon_float16_4_values(
-            row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-            one_minus_beta2,
-        )
-
-
-@triton.jit
-def normuon_float16_4(
-    table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    row_sq_ptr = pointer(row + 5, tl.float32, False)
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)
-    row_sum_for_row_sq_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_columns = tl.load(row + 25).to(tl.float32)
-    normuon_float16_4_round(
-        row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-        columns, beta2, eps, one_minus_beta2, LANES,
-    )
-
-
-@triton.jit
-def normuon_float16_5_tile(
-    direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    # -- encode and store
-    return term(even * even, at, live, MASKED)
-
-
-@triton.jit
-def normuon_float16_5(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 15)) + top
-    direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term = normuon_float16_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
-        )
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term = normuon_float16_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
-        )
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-
-
-@triton.jit
-def normuon_float16_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 14, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 6, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 8, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 27, tl.float32, False)
-    height = tl.load(row + 16)
-    width = tl.load(row + 17)
-    numel = tl.load(row + 18)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term = normuon_float16_5_tile(direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_float16_6_values(row_sum_for_size_ptr, at, live):
-    """Values of rows."""
-    row_sum_for_size = get(row_sum_for_size_ptr, at, live, True)
-    return term(row_sum_for_size, at, live, True)
-
-
-@triton.jit
-def normuon_float16_6_round(
-    tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_for_size_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_for_size_term = normuon_float16_6_values(row_sum_for_size_ptr, at, live)
-        row_sum_for_size_terms += tl.sum(row_sum_for_size_term, 0)
-    tl.store(tensor_sum_for_size_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_size_terms, [1, 256]), 1))
-
-
-@triton.jit
-def normuon_float16_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns):
-    """Values of the tensor."""
-    tl.store(by_0p2_times_sqrt_rows_times_columns_ptr, 0.2 * tl.sqrt(extent_rows * extent_columns))
-
-
-@triton.jit
-def normuon_float16_7_round(
-    by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_float16_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns)
-
-
-@triton.jit
-def normuon_float16_8_values(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-):
-    """Values of the tensor."""
-    by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
-    tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
-    # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lr_times_size_ptr, lr * size)
-
-
-@triton.jit
-def normuon_float16_8_round(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-    columns, lr, eps, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_float16_8_values(
-        lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-    )
-
-
-@triton.jit
-def normuon_float16_6(
-    table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 10, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 11, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 12, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    extent_rows = tl.load(row + 24).to(tl.float32)
-    extent_columns = tl.load(row + 25).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        normuon_float16_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        normuon_float16_7_round(
-            by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        normuon_float16_8_round(
-            lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-            columns, lr, eps, LANES,
-        )
-
-
-@triton.jit
 def normuon_float16_9_tile(
     p_ptr, weight_low_ptr, lr_times_size_ptr, direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live,
     live_row, index, one_minus_lr_times_weight_decay, step_key, stream_key, MASKED: tl.constexpr,
@@ -2697,311 +1837,6 @@ def normuon_float16_small_1(
                 g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
                 one_minus_beta1_times_grad_scale, True,
             )
-
-
-@triton.jit
-def normuon_float16_small_3_tile(direction_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)  # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    # -- encode and store
-    return term(direction * direction, at, live, MASKED)
-
-
-@triton.jit
-def normuon_float16_small_3(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, ALIGNED)   # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_row_sq_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term = normuon_float16_small_3_tile(direction_ptr + start * columns, at, at, False)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term = normuon_float16_small_3_tile(direction_ptr + start * columns, at, live, True)
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_row_sq_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-
-
-@triton.jit
-def normuon_float16_small_3_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_row_sq_ptr = pointer(row + 12, tl.float32, False)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        row_sum_term = normuon_float16_small_3_tile(direction_ptr, at, live, True)
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_float16_small_4_values(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-    one_minus_beta2,
-):
-    """Values of rows."""
-    row_sum_for_row_sq = get(row_sum_for_row_sq_ptr, at, live, True)
-    row_sq = get(row_sq_ptr, at, live, True)
-    # 39  row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
-    row_sq = tl.fma(one_minus_beta2, row_sum_for_row_sq / extent_columns, beta2 * row_sq)
-    put(row_sq_ptr, at, row_sq, live, True)
-    put(sqrt_row_sq_2_plus_eps_ptr, at, tl.sqrt(row_sq) + eps, live, True)
-
-
-@triton.jit
-def normuon_float16_small_4_round(
-    row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-    columns, beta2, eps, one_minus_beta2, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        normuon_float16_small_4_values(
-            row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, at, live, beta2, eps,
-            one_minus_beta2,
-        )
-
-
-@triton.jit
-def normuon_float16_small_4(
-    table, work, beta2: tl.float32, eps: tl.float32, one_minus_beta2: tl.float32, LANES: tl.constexpr,
-):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    row_sq_ptr = pointer(row + 4, tl.float32, False)
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)
-    row_sum_for_row_sq_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    extent_columns = tl.load(row + 24).to(tl.float32)
-    normuon_float16_small_4_round(
-        row_sq_ptr, sqrt_row_sq_2_plus_eps_ptr, row_sum_for_row_sq_ptr, extent_columns, first, end, rows,
-        columns, beta2, eps, one_minus_beta2, LANES,
-    )
-
-
-@triton.jit
-def normuon_float16_small_5_tile(
-    direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live_row, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    direction_stored = get(direction_ptr, at, live, MASKED)
-    sqrt_row_sq_2_plus_eps = get(sqrt_row_sq_2_plus_eps_ptr, at_row, live_row, MASKED)
-    # -- update  (specs/normuon.py)
-    direction = widened(direction_stored)              # 38  direction = newton_schulz(momentum_buffer, ns_steps)
-    even = direction * (1.0 / sqrt_row_sq_2_plus_eps)  # 40  even = direction / (sqrt(row_sq) + eps)
-    # -- encode and store
-    return term(even * even, at, live, MASKED)
-
-
-@triton.jit
-def normuon_float16_small_5(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):
-    """normuon: 64 rows of 1024 columns of a matrix; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, ALIGNED)     # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, ALIGNED)            # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [rows]  read
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
-    number = tl.load(item + 1)
-    panels = tl.cdiv(columns, 1024).to(tl.int32)
-    left = (number % panels).to(tl.int64) * 1024
-    stack = tl.cdiv(rows, 64).to(tl.int32)  # of panels in each matrix
-    matrix = (number // panels // stack).to(tl.int64)
-    below = (number // panels % stack).to(tl.int64) * 64
-    top = matrix * rows + below
-    height = tl.minimum(rows - below, 64).to(tl.int32)
-    width = tl.minimum(columns - left, 1024).to(tl.int32)
-    lane = tl.arange(0, 1024)[None, :]
-    at_row = tl.arange(0, ROWS)[:, None]
-    at = at_row * columns.to(tl.int32) + lane
-    row_sum_for_size_ptr += number % panels * (rows * tl.load(row + 14)) + top
-    direction_ptr += top * columns + left
-    sqrt_row_sq_2_plus_eps_ptr += top
-    # Tiles without masks, then the others.
-    full = tl.where(width == 1024, height // ROWS, 0)
-    for tile in range(full):
-        start = tile * ROWS
-        row_sum_term = normuon_float16_small_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, at, at_row, False,
-        )
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1))
-    for tile in range(full, tl.cdiv(height, ROWS)):
-        start = tile * ROWS
-        live_row = at_row < height - start
-        live_col = lane < width
-        live = live_row & live_col
-        row_sum_term = normuon_float16_small_5_tile(
-            direction_ptr + start * columns, sqrt_row_sq_2_plus_eps_ptr + start, at, at_row, live, live_row, True,
-        )
-        which = start + tl.arange(0, ROWS)
-        tl.store(row_sum_for_size_ptr + which, tl.sum(row_sum_term, 1), mask=which < height)
-
-
-@triton.jit
-def normuon_float16_small_5_flat(table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr):
-    """normuon: tiles of a tensor of any shape; see optgen.runtime.stages."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    row_sum_for_size_ptr = pointer(row + 13, tl.float32, False)       # float32 [partial results]  written
-    direction_ptr = pointer(row + 5, tl.bfloat16, False)              # bfloat16 [n]  read
-    sqrt_row_sq_2_plus_eps_ptr = pointer(row + 7, tl.float32, False)  # float32 [rows]  read
-    row_sum_term_ptr = pointer(row + 26, tl.float32, False)
-    height = tl.load(row + 15)
-    width = tl.load(row + 16)
-    numel = tl.load(row + 17)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.minimum(first + TILES, tl.cdiv(numel, 256))
-    for tile in range(first, end):
-        at = tile * 256 + tl.arange(0, 256)
-        live = at < numel
-        at_row = at // width
-        row_sum_term = normuon_float16_small_5_tile(
-            direction_ptr, sqrt_row_sq_2_plus_eps_ptr, at, at_row, live, live, True,
-        )
-        put(row_sum_term_ptr, at, row_sum_term, live, True)
-
-
-@triton.jit
-def normuon_float16_small_6_values(row_sum_for_size_ptr, at, live):
-    """Values of rows."""
-    row_sum_for_size = get(row_sum_for_size_ptr, at, live, True)
-    return term(row_sum_for_size, at, live, True)
-
-
-@triton.jit
-def normuon_float16_small_6_round(
-    tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    row_sum_for_size_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        row_sum_for_size_term = normuon_float16_small_6_values(row_sum_for_size_ptr, at, live)
-        row_sum_for_size_terms += tl.sum(row_sum_for_size_term, 0)
-    tl.store(tensor_sum_for_size_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_size_terms, [1, 256]), 1))
-
-
-@triton.jit
-def normuon_float16_small_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns):
-    """Values of the tensor."""
-    tl.store(by_0p2_times_sqrt_rows_times_columns_ptr, 0.2 * tl.sqrt(extent_rows * extent_columns))
-
-
-@triton.jit
-def normuon_float16_small_7_round(
-    by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns,
-    LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_float16_small_7_values(by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns)
-
-
-@triton.jit
-def normuon_float16_small_8_values(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-):
-    """Values of the tensor."""
-    by_0p2_times_sqrt_rows_times_columns = tl.load(by_0p2_times_sqrt_rows_times_columns_ptr)
-    tensor_sum_for_size = tl.load(tensor_sum_for_size_ptr)
-    # 41  size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
-    size = by_0p2_times_sqrt_rows_times_columns / tl.maximum(tl.sqrt(tensor_sum_for_size), eps, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(lr_times_size_ptr, lr * size)
-
-
-@triton.jit
-def normuon_float16_small_8_round(
-    lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-    columns, lr, eps, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    normuon_float16_small_8_values(
-        lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, lr, eps,
-    )
-
-
-@triton.jit
-def normuon_float16_small_6(
-    table, work, lr: tl.float32, eps: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """normuon: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_sum_for_size_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_for_size_ptr = pointer(row + 8, tl.float32, False)
-    by_0p2_times_sqrt_rows_times_columns_ptr = pointer(row + 10, tl.float32, False)
-    lr_times_size_ptr = pointer(row + 11, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    extent_rows = tl.load(row + 23).to(tl.float32)
-    extent_columns = tl.load(row + 24).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        normuon_float16_small_6_round(tensor_sum_for_size_ptr, row_sum_for_size_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        normuon_float16_small_7_round(
-            by_0p2_times_sqrt_rows_times_columns_ptr, extent_rows, extent_columns, first, end, rows, columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        normuon_float16_small_8_round(
-            lr_times_size_ptr, by_0p2_times_sqrt_rows_times_columns_ptr, tensor_sum_for_size_ptr, first, end, rows,
-            columns, lr, eps, LANES,
-        )
 
 
 @triton.jit
@@ -4082,14 +2917,8 @@ WARPS = {
     "normuon_bfloat16_3": 1,
     "normuon_bfloat16_5": 1,
     "normuon_bfloat16_9": 4,
-    "normuon_bfloat16_small_3": 1,
-    "normuon_bfloat16_small_5": 1,
     "normuon_bfloat16_small_9": 4,
-    "normuon_float16_3": 1,
-    "normuon_float16_5": 1,
     "normuon_float16_9": 4,
-    "normuon_float16_small_3": 1,
-    "normuon_float16_small_5": 1,
     "normuon_float16_small_9": 4,
 }
 
@@ -4104,13 +2933,7 @@ DENSE = {
     "normuon_bfloat16_3": {'row_sum_for_row_sq': 0},
     "normuon_bfloat16_5": {'row_sum_for_size': 0},
     "normuon_bfloat16_9": {},
-    "normuon_bfloat16_small_3": {'row_sum_for_row_sq': 0},
-    "normuon_bfloat16_small_5": {'row_sum_for_size': 0},
     "normuon_bfloat16_small_9": {},
-    "normuon_float16_3": {'row_sum_for_row_sq': 0},
-    "normuon_float16_5": {'row_sum_for_size': 0},
     "normuon_float16_9": {},
-    "normuon_float16_small_3": {'row_sum_for_row_sq': 0},
-    "normuon_float16_small_5": {'row_sum_for_size': 0},
     "normuon_float16_small_9": {},
 }

@@ -123,7 +123,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -153,7 +153,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -182,8 +182,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float32_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -212,8 +212,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_bfloat16_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -242,8 +242,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float16_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

@@ -234,53 +234,6 @@ def novograd_bfloat16_1(
 
 
 @triton.jit
-def novograd_bfloat16_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-):
-    """Values of the tensor."""
-    tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
-    tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
-
-
-@triton.jit
-def novograd_bfloat16_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    novograd_bfloat16_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-    )
-
-
-@triton.jit
-def novograd_bfloat16_2(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
-):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    novograd_bfloat16_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
-    )
-
-
-@triton.jit
 def novograd_bfloat16_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay, grad_scale,
     minus_lr, MASKED: tl.constexpr,
@@ -401,53 +354,6 @@ def novograd_float16_1(
 
 
 @triton.jit
-def novograd_float16_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-):
-    """Values of the tensor."""
-    tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
-    tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
-
-
-@triton.jit
-def novograd_float16_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    novograd_float16_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-    )
-
-
-@triton.jit
-def novograd_float16_2(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
-):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    novograd_float16_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
-    )
-
-
-@triton.jit
 def novograd_float16_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1, weight_decay, grad_scale,
     minus_lr, MASKED: tl.constexpr,
@@ -515,100 +421,6 @@ def novograd_float16_3(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
                 weight_decay, grad_scale, minus_lr, True,
             )
-
-
-@triton.jit
-def novograd_float32_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    # -- encode and store
-    return term(g * g, at, live, MASKED)
-
-
-@triton.jit
-def novograd_float32_grad_averaging_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float32_grad_averaging_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def novograd_float32_grad_averaging_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-):
-    """Values of the tensor."""
-    tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
-    tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
-
-
-@triton.jit
-def novograd_float32_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    novograd_float32_grad_averaging_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-    )
-
-
-@triton.jit
-def novograd_float32_grad_averaging_2(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
-):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    novograd_float32_grad_averaging_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
-    )
 
 
 @triton.jit
@@ -682,101 +494,6 @@ def novograd_float32_grad_averaging_3(
 
 
 @triton.jit
-def novograd_bfloat16_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
-def novograd_bfloat16_grad_averaging_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_bfloat16_grad_averaging_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def novograd_bfloat16_grad_averaging_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-):
-    """Values of the tensor."""
-    tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
-    tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
-
-
-@triton.jit
-def novograd_bfloat16_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    novograd_bfloat16_grad_averaging_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-    )
-
-
-@triton.jit
-def novograd_bfloat16_grad_averaging_2(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
-):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    novograd_bfloat16_grad_averaging_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
-    )
-
-
-@triton.jit
 def novograd_bfloat16_grad_averaging_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, at, live, beta1,
     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, MASKED: tl.constexpr,
@@ -847,101 +564,6 @@ def novograd_bfloat16_grad_averaging_3(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
             )
-
-
-@triton.jit
-def novograd_float16_grad_averaging_1_tile(g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED)
-
-
-@triton.jit
-def novograd_float16_grad_averaging_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """novograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 10)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start + odd * TILE, at, at, False)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float16_grad_averaging_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def novograd_float16_grad_averaging_2_values(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-    grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-):
-    """Values of the tensor."""
-    tensor_sum_for_exp_avg_sq = tl.load(tensor_sum_for_exp_avg_sq_ptr)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr)
-    # 21  exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
-    exp_avg_sq = tl.fma(one_minus_where_lt_one_t_beta2_zero, grad_scale_times_grad_scale * tensor_sum_for_exp_avg_sq, decay * exp_avg_sq)
-    tl.store(exp_avg_sq_ptr, exp_avg_sq)
-    tl.store(sqrt_exp_avg_sq_2_plus_eps_ptr, tl.sqrt(exp_avg_sq) + eps)
-
-
-@triton.jit
-def novograd_float16_grad_averaging_2_round(
-    exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-    eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    novograd_float16_grad_averaging_2_values(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, eps,
-        grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero,
-    )
-
-
-@triton.jit
-def novograd_float16_grad_averaging_2(
-    table, work, eps: tl.float32, grad_scale_times_grad_scale: tl.float32, decay: tl.float32,
-    one_minus_where_lt_one_t_beta2_zero: tl.float32, LANES: tl.constexpr,
-):
-    """novograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 19 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    exp_avg_sq_ptr = pointer(row + 3, tl.float32, False)
-    sqrt_exp_avg_sq_2_plus_eps_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_exp_avg_sq_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 8)
-    columns = tl.load(row + 9)
-    novograd_float16_grad_averaging_2_round(
-        exp_avg_sq_ptr, sqrt_exp_avg_sq_2_plus_eps_ptr, tensor_sum_for_exp_avg_sq_ptr, first, end, rows, columns,
-        eps, grad_scale_times_grad_scale, decay, one_minus_where_lt_one_t_beta2_zero, LANES,
-    )
 
 
 @triton.jit
@@ -1023,11 +645,8 @@ TILE = {
     "novograd_bfloat16_3": 256,
     "novograd_float16_1": 256,
     "novograd_float16_3": 256,
-    "novograd_float32_grad_averaging_1": 256,
     "novograd_float32_grad_averaging_3": 256,
-    "novograd_bfloat16_grad_averaging_1": 256,
     "novograd_bfloat16_grad_averaging_3": 256,
-    "novograd_float16_grad_averaging_1": 256,
     "novograd_float16_grad_averaging_3": 256,
 }
 
@@ -1039,10 +658,7 @@ OPTIONS = {
     "novograd_bfloat16_3": {"maxnreg": 64},
     "novograd_float16_1": {"maxnreg": 80},
     "novograd_float16_3": {"maxnreg": 64},
-    "novograd_float32_grad_averaging_1": {"maxnreg": 80},
     "novograd_float32_grad_averaging_3": {"maxnreg": 64},
-    "novograd_bfloat16_grad_averaging_1": {"maxnreg": 80},
     "novograd_bfloat16_grad_averaging_3": {"maxnreg": 64},
-    "novograd_float16_grad_averaging_1": {"maxnreg": 80},
     "novograd_float16_grad_averaging_3": {"maxnreg": 64},
 }

@@ -187,7 +187,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("novograd_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -219,7 +219,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -250,7 +250,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("novograd_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -280,8 +280,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float32_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -310,8 +310,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float32_grad_averaging_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float32_grad_averaging_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float32_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float32_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -342,8 +342,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_bfloat16_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -373,8 +373,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_bfloat16_grad_averaging_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_bfloat16_grad_averaging_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_bfloat16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_bfloat16_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),
@@ -405,8 +405,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float16_grad_averaging_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float16_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_bfloat16_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=64),
         ),
     ),
@@ -436,8 +436,8 @@ VARIANTS = (
             Temp("sqrt_exp_avg_sq_2_plus_eps", "tensor"),
         ),
         stages=(
-            Stage("novograd_float16_grad_averaging_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
-            Stage("novograd_float16_grad_averaging_small_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
+            Stage("novograd_float16_small_1", "elem", 0, (), temps=('tensor_sum_for_exp_avg_sq',), matrices=False, block=1),
+            Stage("novograd_float32_2", "tensor", 1, (0, 1, 2, 3), temps=('sqrt_exp_avg_sq_2_plus_eps',), matrices=False, block=1),
             Stage("novograd_float16_grad_averaging_small_3", "elem", 2, (4, 5, 6, 7), temps=(), matrices=False, block=1),
         ),
     ),

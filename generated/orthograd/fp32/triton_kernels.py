@@ -382,61 +382,6 @@ def orthograd_bfloat16_1(
 
 
 @triton.jit
-def orthograd_bfloat16_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 5, tl.float32, False)
-    g_norm_ptr = pointer(row + 6, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 2, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    orthograd_bfloat16_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
 def orthograd_bfloat16_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
@@ -496,50 +441,6 @@ def orthograd_bfloat16_3(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 9, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 8, tl.float32, False)
-    g_norm_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    orthograd_bfloat16_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -681,61 +582,6 @@ def orthograd_float16_1(
 
 
 @triton.jit
-def orthograd_float16_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 5, tl.float32, False)
-    g_norm_ptr = pointer(row + 6, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 3, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 2, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    orthograd_float16_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
 def orthograd_float16_3_tile(p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr):
     """One tile."""
     # -- load and decode
@@ -795,50 +641,6 @@ def orthograd_float16_3(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 26 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 9, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 8, tl.float32, False)
-    g_norm_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 15)
-    columns = tl.load(row + 16)
-    orthograd_float16_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -908,16 +710,6 @@ def orthograd_float16_5(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
-    # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_float32_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -945,7 +737,7 @@ def orthograd_float32_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -954,7 +746,7 @@ def orthograd_float32_has_momentum_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -964,7 +756,7 @@ def orthograd_float32_has_momentum_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -973,37 +765,6 @@ def orthograd_float32_has_momentum_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float32_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
 
 
 @triton.jit
@@ -1023,27 +784,11 @@ def orthograd_float32_has_momentum_2(
     tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 16)
     columns = tl.load(row + 17)
-    orthograd_float32_has_momentum_2_round(
+    orthograd_float32_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
         tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
         grad_scale_times_grad_scale, LANES,
     )
-
-
-@triton.jit
-def orthograd_float32_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -1071,14 +816,14 @@ def orthograd_float32_has_momentum_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_float32_has_momentum_3_tile(
+        tensor_sum_term = orthograd_float32_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1086,36 +831,11 @@ def orthograd_float32_has_momentum_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_float32_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float32_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
 
 
 @triton.jit
@@ -1131,7 +851,7 @@ def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
     g_norm_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 16)
     columns = tl.load(row + 17)
-    orthograd_float32_has_momentum_4_round(
+    orthograd_float32_4_round(
         stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
         columns, LANES,
     )
@@ -1218,18 +938,6 @@ def orthograd_float32_has_momentum_5(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_bfloat16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1257,7 +965,7 @@ def orthograd_bfloat16_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1266,7 +974,7 @@ def orthograd_bfloat16_has_momentum_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1276,7 +984,7 @@ def orthograd_bfloat16_has_momentum_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1285,78 +993,6 @@ def orthograd_bfloat16_has_momentum_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_bfloat16_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -1384,14 +1020,14 @@ def orthograd_bfloat16_has_momentum_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_bfloat16_has_momentum_3_tile(
+        tensor_sum_term = orthograd_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1399,55 +1035,11 @@ def orthograd_bfloat16_has_momentum_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_bfloat16_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -1534,18 +1126,6 @@ def orthograd_bfloat16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_float16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1573,7 +1153,7 @@ def orthograd_float16_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1582,7 +1162,7 @@ def orthograd_float16_has_momentum_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1592,7 +1172,7 @@ def orthograd_float16_has_momentum_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1601,78 +1181,6 @@ def orthograd_float16_has_momentum_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float16_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -1700,14 +1208,14 @@ def orthograd_float16_has_momentum_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_float16_has_momentum_3_tile(
+        tensor_sum_term = orthograd_float16_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1715,55 +1223,11 @@ def orthograd_float16_has_momentum_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_float16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float16_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -1848,236 +1312,6 @@ def orthograd_float16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
-    # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_nesterov_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float32_nesterov_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_nesterov_has_momentum_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_float32_nesterov_has_momentum_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_nesterov_has_momentum_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_nesterov_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float32_nesterov_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
-
-
-@triton.jit
 def orthograd_float32_nesterov_has_momentum_5_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
@@ -2156,239 +1390,6 @@ def orthograd_float32_nesterov_has_momentum_5(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
             )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_nesterov_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_bfloat16_nesterov_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = widened(p_stored)  # bf16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_nesterov_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_bfloat16_nesterov_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -2473,239 +1474,6 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
             )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_nesterov_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float16_nesterov_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p = p_stored.to(tl.float32)  # f16, nearest
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_nesterov_has_momentum_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_float16_nesterov_has_momentum_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_nesterov_has_momentum_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_nesterov_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float16_nesterov_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -2810,14 +1578,8 @@ TILE = {
     "orthograd_float16_has_momentum_1": 256,
     "orthograd_float16_has_momentum_3": 256,
     "orthograd_float16_has_momentum_5": 256,
-    "orthograd_float32_nesterov_has_momentum_1": 256,
-    "orthograd_float32_nesterov_has_momentum_3": 256,
     "orthograd_float32_nesterov_has_momentum_5": 256,
-    "orthograd_bfloat16_nesterov_has_momentum_1": 256,
-    "orthograd_bfloat16_nesterov_has_momentum_3": 256,
     "orthograd_bfloat16_nesterov_has_momentum_5": 256,
-    "orthograd_float16_nesterov_has_momentum_1": 256,
-    "orthograd_float16_nesterov_has_momentum_3": 256,
     "orthograd_float16_nesterov_has_momentum_5": 256,
 }
 
@@ -2841,13 +1603,7 @@ OPTIONS = {
     "orthograd_float16_has_momentum_1": {"maxnreg": 112},
     "orthograd_float16_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_1": {"maxnreg": 112},
-    "orthograd_float32_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float32_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_1": {"maxnreg": 112},
-    "orthograd_bfloat16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_bfloat16_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_1": {"maxnreg": 112},
-    "orthograd_float16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_nesterov_has_momentum_5": {"maxnreg": 64},
 }

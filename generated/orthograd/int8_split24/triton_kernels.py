@@ -387,37 +387,6 @@ def orthograd_bfloat16_1(
 
 
 @triton.jit
-def orthograd_bfloat16_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
 def orthograd_bfloat16_2(
     table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
 ):
@@ -434,7 +403,7 @@ def orthograd_bfloat16_2(
     tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
     rows = tl.load(row + 16)
     columns = tl.load(row + 17)
-    orthograd_bfloat16_2_round(
+    orthograd_float32_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
         tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
         grad_scale_times_grad_scale, LANES,
@@ -511,31 +480,6 @@ def orthograd_bfloat16_3(
 
 
 @triton.jit
-def orthograd_bfloat16_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
 def orthograd_bfloat16_4(table, work, LANES: tl.constexpr):
     """orthograd: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -548,7 +492,7 @@ def orthograd_bfloat16_4(table, work, LANES: tl.constexpr):
     g_norm_ptr = pointer(row + 7, tl.float32, False)
     rows = tl.load(row + 16)
     columns = tl.load(row + 17)
-    orthograd_bfloat16_4_round(
+    orthograd_float32_4_round(
         stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
         columns, LANES,
     )
@@ -738,61 +682,6 @@ def orthograd_float16_1(
 
 
 @triton.jit
-def orthograd_float16_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float16_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
 def orthograd_float16_3_tile(
     p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
 ):
@@ -866,50 +755,6 @@ def orthograd_float16_3(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float16_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -1032,16 +877,6 @@ def orthograd_float16_5(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
-    # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_float32_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1069,7 +904,7 @@ def orthograd_float32_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1078,7 +913,7 @@ def orthograd_float32_has_momentum_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1088,7 +923,7 @@ def orthograd_float32_has_momentum_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1097,37 +932,6 @@ def orthograd_float32_has_momentum_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float32_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
 
 
 @triton.jit
@@ -1147,27 +951,11 @@ def orthograd_float32_has_momentum_2(
     tensor_sum_for_g_norm_ptr = pointer(row + 4, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
-    orthograd_float32_has_momentum_2_round(
+    orthograd_float32_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
         tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
         grad_scale_times_grad_scale, LANES,
     )
-
-
-@triton.jit
-def orthograd_float32_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -1195,14 +983,14 @@ def orthograd_float32_has_momentum_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_float32_has_momentum_3_tile(
+        tensor_sum_term = orthograd_float32_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1210,36 +998,11 @@ def orthograd_float32_has_momentum_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_float32_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float32_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
 
 
 @triton.jit
@@ -1255,7 +1018,7 @@ def orthograd_float32_has_momentum_4(table, work, LANES: tl.constexpr):
     g_norm_ptr = pointer(row + 8, tl.float32, False)
     rows = tl.load(row + 17)
     columns = tl.load(row + 18)
-    orthograd_float32_has_momentum_4_round(
+    orthograd_float32_4_round(
         stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
         columns, LANES,
     )
@@ -1400,16 +1163,6 @@ def orthograd_float32_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float32_has_momentum_small_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
-    # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_float32_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1437,7 +1190,7 @@ def orthograd_float32_has_momentum_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1446,7 +1199,7 @@ def orthograd_float32_has_momentum_small_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_small_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
             p_ptr + start, g_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1456,7 +1209,7 @@ def orthograd_float32_has_momentum_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_has_momentum_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1465,77 +1218,6 @@ def orthograd_float32_has_momentum_small_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_has_momentum_small_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float32_has_momentum_small_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -1563,14 +1245,14 @@ def orthograd_float32_has_momentum_small_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_has_momentum_small_3_tile(
+            tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_float32_has_momentum_small_3_tile(
+        tensor_sum_term = orthograd_float32_3_tile(
             p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1578,55 +1260,11 @@ def orthograd_float32_has_momentum_small_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_float32_has_momentum_small_3_tile(
+            tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_has_momentum_small_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float32_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float32_has_momentum_small_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -1710,20 +1348,6 @@ def orthograd_float32_has_momentum_small_5(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_bfloat16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -1753,7 +1377,7 @@ def orthograd_bfloat16_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
@@ -1763,7 +1387,7 @@ def orthograd_bfloat16_has_momentum_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1773,7 +1397,7 @@ def orthograd_bfloat16_has_momentum_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1782,37 +1406,6 @@ def orthograd_bfloat16_has_momentum_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
 
 
 @triton.jit
@@ -1832,30 +1425,11 @@ def orthograd_bfloat16_has_momentum_2(
     tensor_sum_for_g_norm_ptr = pointer(row + 5, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
-    orthograd_bfloat16_has_momentum_2_round(
+    orthograd_float32_2_round(
         radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
         tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
         grad_scale_times_grad_scale, LANES,
     )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -1885,7 +1459,7 @@ def orthograd_bfloat16_has_momentum_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
@@ -1893,7 +1467,7 @@ def orthograd_bfloat16_has_momentum_3(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_bfloat16_has_momentum_3_tile(
+        tensor_sum_term = orthograd_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1901,36 +1475,11 @@ def orthograd_bfloat16_has_momentum_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
 
 
 @triton.jit
@@ -1946,7 +1495,7 @@ def orthograd_bfloat16_has_momentum_4(table, work, LANES: tl.constexpr):
     g_norm_ptr = pointer(row + 9, tl.float32, False)
     rows = tl.load(row + 18)
     columns = tl.load(row + 19)
-    orthograd_bfloat16_has_momentum_4_round(
+    orthograd_float32_4_round(
         stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
         columns, LANES,
     )
@@ -2099,22 +1648,6 @@ def orthograd_bfloat16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_bfloat16_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_bfloat16_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2144,7 +1677,7 @@ def orthograd_bfloat16_has_momentum_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
@@ -2154,7 +1687,7 @@ def orthograd_bfloat16_has_momentum_small_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_small_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2164,7 +1697,7 @@ def orthograd_bfloat16_has_momentum_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_has_momentum_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2173,80 +1706,6 @@ def orthograd_bfloat16_has_momentum_small_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_has_momentum_small_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 7, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_bfloat16_has_momentum_small_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -2276,7 +1735,7 @@ def orthograd_bfloat16_has_momentum_small_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_has_momentum_small_3_tile(
+            tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
@@ -2284,7 +1743,7 @@ def orthograd_bfloat16_has_momentum_small_3(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_bfloat16_has_momentum_small_3_tile(
+        tensor_sum_term = orthograd_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2292,55 +1751,11 @@ def orthograd_bfloat16_has_momentum_small_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_has_momentum_small_3_tile(
+            tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_has_momentum_small_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 11, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 10, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_bfloat16_has_momentum_small_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -2465,27 +1880,6 @@ def orthograd_bfloat16_has_momentum_small_5(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_float16_has_momentum_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2515,7 +1909,7 @@ def orthograd_float16_has_momentum_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
@@ -2525,7 +1919,7 @@ def orthograd_float16_has_momentum_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2535,7 +1929,7 @@ def orthograd_float16_has_momentum_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2544,87 +1938,6 @@ def orthograd_float16_has_momentum_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 8, tl.float32, False)
-    g_norm_ptr = pointer(row + 9, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    orthograd_float16_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -2654,7 +1967,7 @@ def orthograd_float16_has_momentum_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
@@ -2662,7 +1975,7 @@ def orthograd_float16_has_momentum_3(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_float16_has_momentum_3_tile(
+        tensor_sum_term = orthograd_float16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2670,55 +1983,11 @@ def orthograd_float16_has_momentum_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_float16_has_momentum_3_tile(
+            tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 12, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 11, tl.float32, False)
-    g_norm_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    orthograd_float16_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -2886,27 +2155,6 @@ def orthograd_float16_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float16_has_momentum_small_1_tile(p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
 def orthograd_float16_has_momentum_small_1(
     table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
@@ -2936,7 +2184,7 @@ def orthograd_float16_has_momentum_small_1(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
                 False,
             )
@@ -2946,7 +2194,7 @@ def orthograd_float16_has_momentum_small_1(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_small_1_tile(
+        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2956,7 +2204,7 @@ def orthograd_float16_has_momentum_small_1(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_has_momentum_small_1_tile(
+            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2965,87 +2213,6 @@ def orthograd_float16_has_momentum_small_1(
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_has_momentum_small_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 7, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_float16_has_momentum_small_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
 
 
 @triton.jit
@@ -3075,7 +2242,7 @@ def orthograd_float16_has_momentum_small_3(
     for pair in range(0, count // (2 * TILE)):
         start = opaque(pair) * (2 * TILE)
         for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_has_momentum_small_3_tile(
+            tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
                 at, at, grad_scale, False,
             )
@@ -3083,7 +2250,7 @@ def orthograd_float16_has_momentum_small_3(
     tile = count // (2 * TILE) * 2
     start = tile * TILE
     if start + TILE <= count:
-        tensor_sum_term = orthograd_float16_has_momentum_small_3_tile(
+        tensor_sum_term = orthograd_float16_3_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
         )
         tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3091,55 +2258,11 @@ def orthograd_float16_has_momentum_small_3(
         start = count // TILE * TILE + part * LESS
         if start < count:
             live = few < count - start
-            tensor_sum_term = orthograd_float16_has_momentum_small_3_tile(
+            tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_has_momentum_small_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 11, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 10, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_float16_has_momentum_small_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -3279,236 +2402,6 @@ def orthograd_float16_has_momentum_small_5(
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
                 )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
-    # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_nesterov_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 7, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_float32_nesterov_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_nesterov_has_momentum_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_float32_nesterov_has_momentum_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_nesterov_has_momentum_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_nesterov_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 11, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 10, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_float32_nesterov_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -3652,236 +2545,6 @@ def orthograd_float32_nesterov_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float32_nesterov_has_momentum_small_1_tile(p_ptr, g_ptr, at, live, MASKED: tl.constexpr):
-    """One tile."""
-    # -- load and decode
-    g = widened(get(g_ptr, at, live, MASKED))
-    p = get(p_ptr, at, live, MASKED)
-    # -- encode and store
-    return term(g * g, at, live, MASKED), term(p * g, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 11, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float32_nesterov_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_nesterov_has_momentum_small_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 6, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 4, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 3, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float32_nesterov_has_momentum_small_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_3_tile(
-    p_ptr, g_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p = get(p_ptr, at, live, MASKED)
-    g = widened(get(g_ptr, at, live, MASKED))
-    g = grad_scale * g
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 18)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float32_nesterov_has_momentum_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_float32_nesterov_has_momentum_small_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_nesterov_has_momentum_small_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float32_nesterov_has_momentum_small_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float32_nesterov_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 27 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 10, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 9, tl.float32, False)
-    g_norm_ptr = pointer(row + 7, tl.float32, False)
-    rows = tl.load(row + 16)
-    columns = tl.load(row + 17)
-    orthograd_float32_nesterov_has_momentum_small_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
-
-
-@triton.jit
 def orthograd_float32_nesterov_has_momentum_small_5_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, weight_decay, grad_scale,
     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
@@ -3960,251 +2623,6 @@ def orthograd_float32_nesterov_has_momentum_small_5(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
             )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_nesterov_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 8, tl.float32, False)
-    g_norm_ptr = pointer(row + 9, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    orthograd_bfloat16_nesterov_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_nesterov_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 12, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 11, tl.float32, False)
-    g_norm_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    orthograd_bfloat16_nesterov_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -4356,251 +2774,6 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
 
 
 @triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = widened(g_stored)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_bfloat16_nesterov_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_nesterov_has_momentum_small_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 7, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_bfloat16_nesterov_has_momentum_small_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * widened(g_stored)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.bfloat16, ALIGNED)                    # bfloat16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_small_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_nesterov_has_momentum_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_bfloat16_nesterov_has_momentum_small_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_bfloat16_nesterov_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 11, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 10, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_bfloat16_nesterov_has_momentum_small_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
-
-
-@triton.jit
 def orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index,
     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
@@ -4718,265 +2891,6 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_nesterov_has_momentum_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 8, tl.float32, False)
-    g_norm_ptr = pointer(row + 9, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 7, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    orthograd_float16_nesterov_has_momentum_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 16, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 20)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_nesterov_has_momentum_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_float16_nesterov_has_momentum_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_nesterov_has_momentum_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_nesterov_has_momentum_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 29 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 12, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 11, tl.float32, False)
-    g_norm_ptr = pointer(row + 9, tl.float32, False)
-    rows = tl.load(row + 18)
-    columns = tl.load(row + 19)
-    orthograd_float16_nesterov_has_momentum_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
 
 
 @triton.jit
@@ -5146,265 +3060,6 @@ def orthograd_float16_nesterov_has_momentum_5(
 
 
 @triton.jit
-def orthograd_float16_nesterov_has_momentum_small_1_tile(
-    p_ptr, g_ptr, weight_low_ptr, at, live, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    g_stored = get(g_ptr, at, live, MASKED)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    # -- encode and store
-    g_cast = g_stored.to(tl.float32)
-    return term(g_cast * g_cast, at, live, MASKED), term(p * g_cast, at, live, MASKED), term(p * p, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_1(
-    table, work, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_g_norm_ptr = pointer(row + 12, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [partial results]  written
-    tensor_sum_for_radial_2_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [partial results]  written
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_small_1_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_3_term = orthograd_float16_nesterov_has_momentum_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-            tensor_sum_3_terms = tensor_sum_3_terms + tensor_sum_3_term
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_2_values(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_radial = tl.load(tensor_sum_for_radial_ptr)
-    tensor_sum_for_radial_2 = tl.load(tensor_sum_for_radial_2_ptr)
-    tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
-    # 23  radial = dot(p, g) / (dot(p, p) + 1e-30)
-    radial = grad_scale * tensor_sum_for_radial / (tensor_sum_for_radial_2 + 1e-30)
-    # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)
-    tl.store(radial_ptr, radial)
-    tl.store(g_norm_ptr, g_norm)
-    tl.store(by_1em05_times_g_norm_ptr, 1e-05 * g_norm)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_2_round(
-    radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-    tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_nesterov_has_momentum_small_2_values(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_2(
-    table, work, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32, LANES: tl.constexpr,
-):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    radial_ptr = pointer(row + 7, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_radial_ptr = pointer(row + 5, tl.float32, False)
-    tensor_sum_for_radial_2_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_g_norm_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_float16_nesterov_has_momentum_small_2_round(
-        radial_ptr, g_norm_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_radial_ptr,
-        tensor_sum_for_radial_2_ptr, tensor_sum_for_g_norm_ptr, first, end, rows, columns, grad_scale,
-        grad_scale_times_grad_scale, LANES,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_3_tile(
-    p_ptr, g_ptr, weight_low_ptr, radial_ptr, at, live, grad_scale, MASKED: tl.constexpr,
-):
-    """One tile."""
-    # -- load and decode
-    radial = tl.load(radial_ptr)
-    p_stored = get(p_ptr, at, live, MASKED)
-    p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
-    weight_low_code = get(weight_low_ptr, at, live, MASKED)
-    p_low = weight_low_code.to(tl.int32)
-    p_offset = p_low + -128
-    p_wide = ((p_high & 32767) << 8) + p_offset
-    p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
-    # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
-    g_stored = get(g_ptr, at, live, MASKED)
-    g = grad_scale * g_stored.to(tl.float32)
-    # -- update  (specs/orthograd.py)
-    tangent = tl.fma(minus(radial), p, g)  # 24  tangent = g - radial * p
-    # -- encode and store
-    return term(tangent * tangent, at, live, MASKED)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_3(
-    table, work, grad_scale: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
-):
-    """orthograd: the tiles of one work item; see optgen.runtime.launch for table and work."""
-    item = work + 2 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    p_ptr = pointer(row + 0, tl.float16, ALIGNED)                     # float16 [n]  read
-    g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
-    weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 15, tl.float32, ALIGNED)  # float32 [partial results]  written
-    radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
-    numel = tl.load(row + 19)
-    tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
-    few = tl.arange(0, LESS)
-    at = tl.arange(0, TILE)
-    origin = first * TILE
-    p_ptr += origin
-    g_ptr += origin
-    weight_low_ptr += origin
-    count = tl.minimum(numel - origin, TILES * TILE).to(tl.int32)
-    for pair in range(0, count // (2 * TILE)):
-        start = opaque(pair) * (2 * TILE)
-        for odd in tl.static_range(2):
-            tensor_sum_term = orthograd_float16_nesterov_has_momentum_small_3_tile(
-                p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, radial_ptr,
-                at, at, grad_scale, False,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = orthograd_float16_nesterov_has_momentum_small_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
-        )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_nesterov_has_momentum_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_4_values(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-):
-    """Values of the tensor."""
-    by_1em05_times_g_norm = tl.load(by_1em05_times_g_norm_ptr)
-    tensor_sum_for_tangent_norm = tl.load(tensor_sum_for_tangent_norm_ptr)
-    g_norm = tl.load(g_norm_ptr)
-    tangent_norm = tl.sqrt(tensor_sum_for_tangent_norm)  # 25  g_norm, tangent_norm = norm(g), norm(tangent)
-    # 26  stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
-    stretch = tl.where(by_1em05_times_g_norm < tangent_norm, g_norm / tangent_norm, 0.0)
-    tl.store(stretch_ptr, stretch)
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_4_round(
-    stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-    columns, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    orthograd_float16_nesterov_has_momentum_small_4_values(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr,
-    )
-
-
-@triton.jit
-def orthograd_float16_nesterov_has_momentum_small_4(table, work, LANES: tl.constexpr):
-    """orthograd: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 28 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    stretch_ptr = pointer(row + 11, tl.float32, False)
-    by_1em05_times_g_norm_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_tangent_norm_ptr = pointer(row + 10, tl.float32, False)
-    g_norm_ptr = pointer(row + 8, tl.float32, False)
-    rows = tl.load(row + 17)
-    columns = tl.load(row + 18)
-    orthograd_float16_nesterov_has_momentum_small_4_round(
-        stretch_ptr, by_1em05_times_g_norm_ptr, tensor_sum_for_tangent_norm_ptr, g_norm_ptr, first, end, rows,
-        columns, LANES,
-    )
-
-
-@triton.jit
 def orthograd_float16_nesterov_has_momentum_small_5_tile(
     p_ptr, g_ptr, weight_low_ptr, momentum_buffer_ptr, stretch_ptr, radial_ptr, at, live, index,
     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
@@ -5571,23 +3226,11 @@ TILE = {
     "orthograd_float16_has_momentum_small_1": 256,
     "orthograd_float16_has_momentum_small_3": 256,
     "orthograd_float16_has_momentum_small_5": 256,
-    "orthograd_float32_nesterov_has_momentum_1": 256,
-    "orthograd_float32_nesterov_has_momentum_3": 256,
     "orthograd_float32_nesterov_has_momentum_5": 256,
-    "orthograd_float32_nesterov_has_momentum_small_1": 256,
-    "orthograd_float32_nesterov_has_momentum_small_3": 256,
     "orthograd_float32_nesterov_has_momentum_small_5": 256,
-    "orthograd_bfloat16_nesterov_has_momentum_1": 256,
-    "orthograd_bfloat16_nesterov_has_momentum_3": 256,
     "orthograd_bfloat16_nesterov_has_momentum_5": 256,
-    "orthograd_bfloat16_nesterov_has_momentum_small_1": 256,
-    "orthograd_bfloat16_nesterov_has_momentum_small_3": 256,
     "orthograd_bfloat16_nesterov_has_momentum_small_5": 256,
-    "orthograd_float16_nesterov_has_momentum_1": 256,
-    "orthograd_float16_nesterov_has_momentum_3": 256,
     "orthograd_float16_nesterov_has_momentum_5": 256,
-    "orthograd_float16_nesterov_has_momentum_small_1": 256,
-    "orthograd_float16_nesterov_has_momentum_small_3": 256,
     "orthograd_float16_nesterov_has_momentum_small_5": 256,
 }
 
@@ -5620,22 +3263,10 @@ OPTIONS = {
     "orthograd_float16_has_momentum_small_1": {"maxnreg": 112},
     "orthograd_float16_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float16_has_momentum_small_5": {"maxnreg": 96},
-    "orthograd_float32_nesterov_has_momentum_1": {"maxnreg": 112},
-    "orthograd_float32_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float32_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_float32_nesterov_has_momentum_small_1": {"maxnreg": 112},
-    "orthograd_float32_nesterov_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float32_nesterov_has_momentum_small_5": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_1": {"maxnreg": 112},
-    "orthograd_bfloat16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_bfloat16_nesterov_has_momentum_5": {"maxnreg": 64},
-    "orthograd_bfloat16_nesterov_has_momentum_small_1": {"maxnreg": 112},
-    "orthograd_bfloat16_nesterov_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_bfloat16_nesterov_has_momentum_small_5": {"maxnreg": 64},
-    "orthograd_float16_nesterov_has_momentum_1": {"maxnreg": 112},
-    "orthograd_float16_nesterov_has_momentum_3": {"maxnreg": 80},
     "orthograd_float16_nesterov_has_momentum_5": {"maxnreg": 96},
-    "orthograd_float16_nesterov_has_momentum_small_1": {"maxnreg": 112},
-    "orthograd_float16_nesterov_has_momentum_small_3": {"maxnreg": 80},
     "orthograd_float16_nesterov_has_momentum_small_5": {"maxnreg": 96},
 }

@@ -230,7 +230,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sgdp_float16_1", "elem", 0, (0, 1), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_momentum_buffer'), matrices=True, block=1),
-            Stage("sgdp_float16_2", "row", 1, (2, 3, 4), temps=('tensor_max_for_invariant', 'row_sum_of_momentum_buffer_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_momentum_buffer'), matrices=True, block=1),
+            Stage("sgdp_bfloat16_2", "row", 1, (2, 3, 4), temps=('tensor_max_for_invariant', 'row_sum_of_momentum_buffer_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_momentum_buffer'), matrices=True, block=1),
             Stage("sgdp_float16_3", "tensor", 1, (5,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("sgdp_float16_4", "tensor", 1, (2, 3, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_momentum_buffer_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float16_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -339,7 +339,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sgdp_float32_nesterov_1", "elem", 0, (0, 1, 2), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_p'), matrices=True, block=1),
-            Stage("sgdp_float32_nesterov_2", "row", 1, (3, 0, 4), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_p'), matrices=True, block=1),
+            Stage("sgdp_float32_2", "row", 1, (3, 0, 4), temps=('tensor_max_for_invariant', 'row_sum_of_p_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_p'), matrices=True, block=1),
             Stage("sgdp_float32_nesterov_3", "tensor", 1, (5,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("sgdp_float32_nesterov_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_p_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float32_nesterov_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),
@@ -437,7 +437,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sgdp_float16_nesterov_1", "elem", 0, (0, 1, 2), temps=('row_sum_for_invariant', 'row_sum_for_invariant_2', 'row_sum_for_invariant_3', 'row_sum_of_update'), matrices=True, block=1),
-            Stage("sgdp_float16_nesterov_2", "row", 1, (3, 0, 4), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
+            Stage("sgdp_bfloat16_nesterov_2", "row", 1, (3, 0, 4), temps=('tensor_max_for_invariant', 'row_sum_of_update_over_row_mul_3', 'tensor_sum_for_invariant', 'tensor_sum_for_invariant_2', 'tensor_sum_for_invariant_3', 'tensor_sum_of_update'), matrices=True, block=1),
             Stage("sgdp_float16_nesterov_3", "tensor", 1, (5,), temps=('delta_over_sqrt_columns', 'delta_over_sqrt_elements'), matrices=False, block=1),
             Stage("sgdp_float16_nesterov_4", "tensor", 1, (3, 0, 4), temps=('lt_tensor_div_delta_over_sqrt_elements', 'tensor_sum_of_update_over_tensor_mul_3_2'), matrices=False, block=1),
             Stage("sgdp_float16_nesterov_5", "tensor", 1, (6, 7, 8), temps=('tensor_lt', 'one_minus_lr_times_weight_decay_2'), matrices=False, block=1),

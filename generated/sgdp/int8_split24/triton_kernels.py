@@ -672,167 +672,6 @@ def sgdp_float32_small_1_flat(
 
 
 @triton.jit
-def sgdp_float32_small_2_values(
-    row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
-
-
-@triton.jit
-def sgdp_float32_small_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_p_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-    tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_p_ptr,
-    row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr, row_sum_of_p_ptr,
-    first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_p_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = sgdp_float32_small_2_values(
-            row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float32_small_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float32_small_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_small_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float32_small_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float32_small_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_small_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float32_small_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float32_small_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_small_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float32_small_6_values(
-    row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr, at, live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float32_small_6_round(
-    row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float32_small_6_values(
-            row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-            tensor_sum_of_p_over_tensor_mul_3_2_ptr, at, live,
-        )
-
-
-@triton.jit
 def sgdp_float32_small_2(
     table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
@@ -866,7 +705,7 @@ def sgdp_float32_small_2(
     extent_elements = tl.load(row + 35).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        sgdp_float32_small_2_round(
+        sgdp_float32_2_round(
             tensor_max_for_invariant_ptr, row_sum_of_p_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
             tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_p_ptr,
             row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr, row_sum_of_p_ptr,
@@ -874,13 +713,13 @@ def sgdp_float32_small_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        sgdp_float32_small_3_round(
+        sgdp_float32_3_round(
             delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
             rows, columns, delta, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        sgdp_float32_small_4_round(
+        sgdp_float32_4_round(
             lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
             tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
             delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, first, end, rows, columns, eps, grad_scale,
@@ -888,14 +727,14 @@ def sgdp_float32_small_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        sgdp_float32_small_5_round(
+        sgdp_float32_5_round(
             tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
             delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
             minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 4:
-        sgdp_float32_small_6_round(
+        sgdp_float32_6_round(
             row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
             tensor_sum_of_p_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES,
         )
@@ -1233,26 +1072,6 @@ def sgdp_bfloat16_2_round(
 
 
 @triton.jit
-def sgdp_bfloat16_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_bfloat16_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
 def sgdp_bfloat16_4_values(
     lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
     tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
@@ -1284,39 +1103,6 @@ def sgdp_bfloat16_4_round(
         tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
         delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
         grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_bfloat16_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
     )
 
 
@@ -1393,7 +1179,7 @@ def sgdp_bfloat16_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        sgdp_bfloat16_3_round(
+        sgdp_float32_3_round(
             delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
             rows, columns, delta, LANES,
         )
@@ -1407,7 +1193,7 @@ def sgdp_bfloat16_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        sgdp_bfloat16_5_round(
+        sgdp_float32_5_round(
             tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
             delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
             minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
@@ -1704,175 +1490,6 @@ def sgdp_bfloat16_small_1_flat(
 
 
 @triton.jit
-def sgdp_bfloat16_small_2_values(
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_momentum_buffer = get(row_sum_of_momentum_buffer_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
-
-
-@triton.jit
-def sgdp_bfloat16_small_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_momentum_buffer_over_row_mul_3_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    tensor_sum_of_momentum_buffer_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_momentum_buffer_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_momentum_buffer_term = sgdp_bfloat16_small_2_values(
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
-            grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_momentum_buffer_terms += tl.sum(row_sum_of_momentum_buffer_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_bfloat16_small_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_bfloat16_small_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_small_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_small_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_momentum_buffer = tl.load(tensor_sum_of_momentum_buffer_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_bfloat16_small_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps,
-    grad_scale, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_small_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_small_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_bfloat16_small_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_small_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_small_6_values(
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, at,
-    live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_momentum_buffer_over_row_mul_3 = get(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = tl.load(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_bfloat16_small_6_round(
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_bfloat16_small_6_values(
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, at,
-            live,
-        )
-
-
-@triton.jit
 def sgdp_bfloat16_small_2(
     table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
@@ -1906,7 +1523,7 @@ def sgdp_bfloat16_small_2(
     extent_elements = tl.load(row + 36).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        sgdp_bfloat16_small_2_round(
+        sgdp_bfloat16_2_round(
             tensor_max_for_invariant_ptr, row_sum_of_momentum_buffer_over_row_mul_3_ptr,
             tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
             tensor_sum_of_momentum_buffer_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
@@ -1915,13 +1532,13 @@ def sgdp_bfloat16_small_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        sgdp_bfloat16_small_3_round(
+        sgdp_float32_3_round(
             delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
             rows, columns, delta, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        sgdp_bfloat16_small_4_round(
+        sgdp_bfloat16_4_round(
             lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
             tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
             delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps,
@@ -1929,14 +1546,14 @@ def sgdp_bfloat16_small_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        sgdp_bfloat16_small_5_round(
+        sgdp_float32_5_round(
             tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
             delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
             minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 4:
-        sgdp_bfloat16_small_6_round(
+        sgdp_bfloat16_6_round(
             row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
             row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
             first, end, rows, columns, LANES,
@@ -2262,246 +1879,6 @@ def sgdp_float16_1_flat(
 
 
 @triton.jit
-def sgdp_float16_2_values(
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_momentum_buffer = get(row_sum_of_momentum_buffer_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
-
-
-@triton.jit
-def sgdp_float16_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_momentum_buffer_over_row_mul_3_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    tensor_sum_of_momentum_buffer_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_momentum_buffer_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_momentum_buffer_term = sgdp_float16_2_values(
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
-            grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_momentum_buffer_terms += tl.sum(row_sum_of_momentum_buffer_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float16_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float16_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float16_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_momentum_buffer = tl.load(tensor_sum_of_momentum_buffer_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float16_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps,
-    grad_scale, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float16_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float16_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float16_6_values(
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, at,
-    live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_momentum_buffer_over_row_mul_3 = get(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = tl.load(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float16_6_round(
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float16_6_values(
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, at,
-            live,
-        )
-
-
-@triton.jit
-def sgdp_float16_2(
-    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_max_for_invariant_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_invariant_ptr = pointer(row + 11, tl.float32, False)
-    tensor_sum_for_invariant_2_ptr = pointer(row + 12, tl.float32, False)
-    tensor_sum_for_invariant_3_ptr = pointer(row + 13, tl.float32, False)
-    tensor_sum_of_momentum_buffer_ptr = pointer(row + 14, tl.float32, False)
-    row_sum_for_invariant_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_invariant_2_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_for_invariant_3_ptr = pointer(row + 7, tl.float32, False)
-    row_sum_of_momentum_buffer_ptr = pointer(row + 8, tl.float32, False)
-    delta_over_sqrt_columns_ptr = pointer(row + 15, tl.float32, False)
-    delta_over_sqrt_elements_ptr = pointer(row + 16, tl.float32, False)
-    lt_tensor_div_delta_over_sqrt_elements_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr = pointer(row + 18, tl.float32, False)
-    tensor_lt_ptr = pointer(row + 19, tl.float32, False)
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    extent_columns = tl.load(row + 36).to(tl.float32)
-    extent_elements = tl.load(row + 37).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sgdp_float16_2_round(
-            tensor_max_for_invariant_ptr, row_sum_of_momentum_buffer_over_row_mul_3_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            tensor_sum_of_momentum_buffer_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps, grad_scale,
-            grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sgdp_float16_3_round(
-            delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-            rows, columns, delta, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        sgdp_float16_4_round(
-            lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps,
-            grad_scale, grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        sgdp_float16_5_round(
-            tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-            delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-            minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        sgdp_float16_6_round(
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-            first, end, rows, columns, LANES,
-        )
-
-
-@triton.jit
 def sgdp_float16_7_tile(
     p_ptr, weight_low_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr,
     one_minus_lr_times_weight_decay_2_ptr, row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, at_block,
@@ -2806,246 +2183,6 @@ def sgdp_float16_small_1_flat(
         put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
         put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
         put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
-
-
-@triton.jit
-def sgdp_float16_small_2_values(
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_momentum_buffer = get(row_sum_of_momentum_buffer_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, row_sum_of_momentum_buffer / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_momentum_buffer, at, live, True)
-
-
-@triton.jit
-def sgdp_float16_small_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_momentum_buffer_over_row_mul_3_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    tensor_sum_of_momentum_buffer_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_momentum_buffer_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_momentum_buffer_term = sgdp_float16_small_2_values(
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, at, live, eps, grad_scale,
-            grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_momentum_buffer_terms += tl.sum(row_sum_of_momentum_buffer_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_momentum_buffer_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_momentum_buffer_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float16_small_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float16_small_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_small_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float16_small_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_momentum_buffer = tl.load(tensor_sum_of_momentum_buffer_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float16_small_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps,
-    grad_scale, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_small_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, eps, grad_scale,
-        grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float16_small_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float16_small_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_small_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float16_small_6_values(
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, at,
-    live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_momentum_buffer_over_row_mul_3 = get(row_sum_of_momentum_buffer_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2 = tl.load(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_momentum_buffer_over_row_mul_3, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float16_small_6_round(
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-    first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float16_small_6_values(
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, at,
-            live,
-        )
-
-
-@triton.jit
-def sgdp_float16_small_2(
-    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_max_for_invariant_ptr = pointer(row + 8, tl.float32, False)
-    row_sum_of_momentum_buffer_over_row_mul_3_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_invariant_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_invariant_2_ptr = pointer(row + 11, tl.float32, False)
-    tensor_sum_for_invariant_3_ptr = pointer(row + 12, tl.float32, False)
-    tensor_sum_of_momentum_buffer_ptr = pointer(row + 13, tl.float32, False)
-    row_sum_for_invariant_ptr = pointer(row + 4, tl.float32, False)
-    row_sum_for_invariant_2_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_invariant_3_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_of_momentum_buffer_ptr = pointer(row + 7, tl.float32, False)
-    delta_over_sqrt_columns_ptr = pointer(row + 14, tl.float32, False)
-    delta_over_sqrt_elements_ptr = pointer(row + 15, tl.float32, False)
-    lt_tensor_div_delta_over_sqrt_elements_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr = pointer(row + 17, tl.float32, False)
-    tensor_lt_ptr = pointer(row + 18, tl.float32, False)
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)
-    row_sum_of_momentum_buffer_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    extent_columns = tl.load(row + 35).to(tl.float32)
-    extent_elements = tl.load(row + 36).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sgdp_float16_small_2_round(
-            tensor_max_for_invariant_ptr, row_sum_of_momentum_buffer_over_row_mul_3_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            tensor_sum_of_momentum_buffer_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps, grad_scale,
-            grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sgdp_float16_small_3_round(
-            delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-            rows, columns, delta, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        sgdp_float16_small_4_round(
-            lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            delta_over_sqrt_elements_ptr, tensor_sum_of_momentum_buffer_ptr, first, end, rows, columns, eps,
-            grad_scale, grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        sgdp_float16_small_5_round(
-            tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-            delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-            minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        sgdp_float16_small_6_round(
-            row_sum_of_momentum_buffer_over_row_mul_3_2_ptr, tensor_lt_ptr,
-            row_sum_of_momentum_buffer_over_row_mul_3_ptr, tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr,
-            first, end, rows, columns, LANES,
-        )
 
 
 @triton.jit
@@ -4064,236 +3201,6 @@ def sgdp_float32_nesterov_1_flat(
 
 
 @triton.jit
-def sgdp_float32_nesterov_2_values(
-    row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
-
-
-@triton.jit
-def sgdp_float32_nesterov_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_p_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-    tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_p_ptr,
-    row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr, row_sum_of_p_ptr,
-    first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_p_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = sgdp_float32_nesterov_2_values(
-            row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float32_nesterov_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float32_nesterov_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_nesterov_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float32_nesterov_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float32_nesterov_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_nesterov_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float32_nesterov_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float32_nesterov_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_nesterov_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float32_nesterov_6_values(
-    row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr, at, live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float32_nesterov_6_round(
-    row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float32_nesterov_6_values(
-            row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-            tensor_sum_of_p_over_tensor_mul_3_2_ptr, at, live,
-        )
-
-
-@triton.jit
-def sgdp_float32_nesterov_2(
-    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_max_for_invariant_ptr = pointer(row + 8, tl.float32, False)
-    row_sum_of_p_over_row_mul_3_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_invariant_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_invariant_2_ptr = pointer(row + 11, tl.float32, False)
-    tensor_sum_for_invariant_3_ptr = pointer(row + 12, tl.float32, False)
-    tensor_sum_of_p_ptr = pointer(row + 13, tl.float32, False)
-    row_sum_for_invariant_ptr = pointer(row + 4, tl.float32, False)
-    row_sum_for_invariant_2_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_invariant_3_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_of_p_ptr = pointer(row + 7, tl.float32, False)
-    delta_over_sqrt_columns_ptr = pointer(row + 14, tl.float32, False)
-    delta_over_sqrt_elements_ptr = pointer(row + 15, tl.float32, False)
-    lt_tensor_div_delta_over_sqrt_elements_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr = pointer(row + 17, tl.float32, False)
-    tensor_lt_ptr = pointer(row + 18, tl.float32, False)
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    extent_columns = tl.load(row + 35).to(tl.float32)
-    extent_elements = tl.load(row + 36).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sgdp_float32_nesterov_2_round(
-            tensor_max_for_invariant_ptr, row_sum_of_p_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-            tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_p_ptr,
-            row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr, row_sum_of_p_ptr,
-            first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sgdp_float32_nesterov_3_round(
-            delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-            rows, columns, delta, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        sgdp_float32_nesterov_4_round(
-            lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, first, end, rows, columns, eps, grad_scale,
-            grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        sgdp_float32_nesterov_5_round(
-            tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-            delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-            minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        sgdp_float32_nesterov_6_round(
-            row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-            tensor_sum_of_p_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES,
-        )
-
-
-@triton.jit
 def sgdp_float32_nesterov_7_tile(
     p_ptr, g_ptr, momentum_buffer_ptr, momentum_buffer_scale_ptr, one_minus_lr_times_weight_decay_2_ptr,
     row_sum_of_p_over_row_mul_3_2_ptr, at, at_block, at_row, live, live_block, live_row, index, momentum,
@@ -4578,236 +3485,6 @@ def sgdp_float32_nesterov_small_1_flat(
         put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
         put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
         put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_2_values(
-    row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_p = get(row_sum_of_p_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_p_over_row_mul_3_ptr, at, row_sum_of_p / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_p, at, live, True)
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_p_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-    tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_p_ptr,
-    row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr, row_sum_of_p_ptr,
-    first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_p_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_p_term = sgdp_float32_nesterov_small_2_values(
-            row_sum_of_p_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_p_ptr, at, live, eps, grad_scale, grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_p_terms += tl.sum(row_sum_of_p_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_p_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_p_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_nesterov_small_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_nesterov_small_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float32_nesterov_small_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_6_values(
-    row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr, at, live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_p_over_row_mul_3 = get(row_sum_of_p_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_p_over_tensor_mul_3_2 = tl.load(tensor_sum_of_p_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_p_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_p_over_row_mul_3, tensor_sum_of_p_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_6_round(
-    row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float32_nesterov_small_6_values(
-            row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-            tensor_sum_of_p_over_tensor_mul_3_2_ptr, at, live,
-        )
-
-
-@triton.jit
-def sgdp_float32_nesterov_small_2(
-    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 40 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_max_for_invariant_ptr = pointer(row + 7, tl.float32, False)
-    row_sum_of_p_over_row_mul_3_ptr = pointer(row + 8, tl.float32, False)
-    tensor_sum_for_invariant_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_invariant_2_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_invariant_3_ptr = pointer(row + 11, tl.float32, False)
-    tensor_sum_of_p_ptr = pointer(row + 12, tl.float32, False)
-    row_sum_for_invariant_ptr = pointer(row + 3, tl.float32, False)
-    row_sum_for_invariant_2_ptr = pointer(row + 4, tl.float32, False)
-    row_sum_for_invariant_3_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_of_p_ptr = pointer(row + 6, tl.float32, False)
-    delta_over_sqrt_columns_ptr = pointer(row + 13, tl.float32, False)
-    delta_over_sqrt_elements_ptr = pointer(row + 14, tl.float32, False)
-    lt_tensor_div_delta_over_sqrt_elements_ptr = pointer(row + 15, tl.float32, False)
-    tensor_sum_of_p_over_tensor_mul_3_2_ptr = pointer(row + 16, tl.float32, False)
-    tensor_lt_ptr = pointer(row + 17, tl.float32, False)
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 18, tl.float32, False)
-    row_sum_of_p_over_row_mul_3_2_ptr = pointer(row + 19, tl.float32, False)
-    rows = tl.load(row + 25)
-    columns = tl.load(row + 26)
-    extent_columns = tl.load(row + 34).to(tl.float32)
-    extent_elements = tl.load(row + 35).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sgdp_float32_nesterov_small_2_round(
-            tensor_max_for_invariant_ptr, row_sum_of_p_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-            tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_p_ptr,
-            row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr, row_sum_of_p_ptr,
-            first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sgdp_float32_nesterov_small_3_round(
-            delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-            rows, columns, delta, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        sgdp_float32_nesterov_small_4_round(
-            lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_p_over_tensor_mul_3_2_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            delta_over_sqrt_elements_ptr, tensor_sum_of_p_ptr, first, end, rows, columns, eps, grad_scale,
-            grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        sgdp_float32_nesterov_small_5_round(
-            tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-            delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-            minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        sgdp_float32_nesterov_small_6_round(
-            row_sum_of_p_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_p_over_row_mul_3_ptr,
-            tensor_sum_of_p_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES,
-        )
 
 
 @triton.jit
@@ -5131,26 +3808,6 @@ def sgdp_bfloat16_nesterov_2_round(
 
 
 @triton.jit
-def sgdp_bfloat16_nesterov_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_nesterov_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
 def sgdp_bfloat16_nesterov_4_values(
     lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
     tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
@@ -5180,39 +3837,6 @@ def sgdp_bfloat16_nesterov_4_round(
         lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
         tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
         delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_nesterov_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
     )
 
 
@@ -5285,7 +3909,7 @@ def sgdp_bfloat16_nesterov_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        sgdp_bfloat16_nesterov_3_round(
+        sgdp_float32_3_round(
             delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
             rows, columns, delta, LANES,
         )
@@ -5299,7 +3923,7 @@ def sgdp_bfloat16_nesterov_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        sgdp_bfloat16_nesterov_5_round(
+        sgdp_float32_5_round(
             tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
             delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
             minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
@@ -5620,170 +4244,6 @@ def sgdp_bfloat16_nesterov_small_1_flat(
 
 
 @triton.jit
-def sgdp_bfloat16_nesterov_small_2_values(
-    row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_update_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-    tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_update_ptr,
-    row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr,
-    row_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale,
-    LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_update_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = sgdp_bfloat16_nesterov_small_2_values(
-            row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
-            grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_nesterov_small_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_nesterov_small_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_bfloat16_nesterov_small_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_6_values(
-    row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr, at, live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_bfloat16_nesterov_small_6_round(
-    row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_bfloat16_nesterov_small_6_values(
-            row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-            tensor_sum_of_update_over_tensor_mul_3_2_ptr, at, live,
-        )
-
-
-@triton.jit
 def sgdp_bfloat16_nesterov_small_2(
     table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
     delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
@@ -5817,7 +4277,7 @@ def sgdp_bfloat16_nesterov_small_2(
     extent_elements = tl.load(row + 36).to(tl.float32)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        sgdp_bfloat16_nesterov_small_2_round(
+        sgdp_bfloat16_nesterov_2_round(
             tensor_max_for_invariant_ptr, row_sum_of_update_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
             tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_update_ptr,
             row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr,
@@ -5825,13 +4285,13 @@ def sgdp_bfloat16_nesterov_small_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        sgdp_bfloat16_nesterov_small_3_round(
+        sgdp_float32_3_round(
             delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
             rows, columns, delta, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 2:
-        sgdp_bfloat16_nesterov_small_4_round(
+        sgdp_bfloat16_nesterov_4_round(
             lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
             tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
             delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale,
@@ -5839,14 +4299,14 @@ def sgdp_bfloat16_nesterov_small_2(
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 3:
-        sgdp_bfloat16_nesterov_small_5_round(
+        sgdp_float32_5_round(
             tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
             delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
             minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
         )
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 4:
-        sgdp_bfloat16_nesterov_small_6_round(
+        sgdp_bfloat16_nesterov_6_round(
             row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
             tensor_sum_of_update_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES,
         )
@@ -6158,239 +4618,6 @@ def sgdp_float16_nesterov_1_flat(
         put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
         put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
         put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
-
-
-@triton.jit
-def sgdp_float16_nesterov_2_values(
-    row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
-
-
-@triton.jit
-def sgdp_float16_nesterov_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_update_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-    tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_update_ptr,
-    row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr,
-    row_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale,
-    LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_update_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = sgdp_float16_nesterov_2_values(
-            row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
-            grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float16_nesterov_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float16_nesterov_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_nesterov_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float16_nesterov_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_nesterov_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float16_nesterov_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_nesterov_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_6_values(
-    row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr, at, live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float16_nesterov_6_round(
-    row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float16_nesterov_6_values(
-            row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-            tensor_sum_of_update_over_tensor_mul_3_2_ptr, at, live,
-        )
-
-
-@triton.jit
-def sgdp_float16_nesterov_2(
-    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 42 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_max_for_invariant_ptr = pointer(row + 9, tl.float32, False)
-    row_sum_of_update_over_row_mul_3_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_invariant_ptr = pointer(row + 11, tl.float32, False)
-    tensor_sum_for_invariant_2_ptr = pointer(row + 12, tl.float32, False)
-    tensor_sum_for_invariant_3_ptr = pointer(row + 13, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 14, tl.float32, False)
-    row_sum_for_invariant_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_invariant_2_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_for_invariant_3_ptr = pointer(row + 7, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 8, tl.float32, False)
-    delta_over_sqrt_columns_ptr = pointer(row + 15, tl.float32, False)
-    delta_over_sqrt_elements_ptr = pointer(row + 16, tl.float32, False)
-    lt_tensor_div_delta_over_sqrt_elements_ptr = pointer(row + 17, tl.float32, False)
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr = pointer(row + 18, tl.float32, False)
-    tensor_lt_ptr = pointer(row + 19, tl.float32, False)
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 20, tl.float32, False)
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 21, tl.float32, False)
-    rows = tl.load(row + 27)
-    columns = tl.load(row + 28)
-    extent_columns = tl.load(row + 36).to(tl.float32)
-    extent_elements = tl.load(row + 37).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sgdp_float16_nesterov_2_round(
-            tensor_max_for_invariant_ptr, row_sum_of_update_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-            tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_update_ptr,
-            row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr,
-            row_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sgdp_float16_nesterov_3_round(
-            delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-            rows, columns, delta, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        sgdp_float16_nesterov_4_round(
-            lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale,
-            grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        sgdp_float16_nesterov_5_round(
-            tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-            delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-            minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        sgdp_float16_nesterov_6_round(
-            row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-            tensor_sum_of_update_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES,
-        )
 
 
 @triton.jit
@@ -6723,239 +4950,6 @@ def sgdp_float16_nesterov_small_1_flat(
         put(row_sum_2_term_ptr, at, row_sum_2_term, live, True)
         put(row_sum_3_term_ptr, at, row_sum_3_term, live, True)
         put(row_sum_4_term_ptr, at, row_sum_4_term, live, True)
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_2_values(
-    row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-    row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
-    grad_scale_times_grad_scale,
-):
-    """Values of rows."""
-    row_sum_for_invariant = get(row_sum_for_invariant_ptr, at, live, True)
-    row_sum_for_invariant_2 = get(row_sum_for_invariant_2_ptr, at, live, True)
-    row_sum_for_invariant_3 = get(row_sum_for_invariant_3_ptr, at, live, True)
-    row_sum_of_update = get(row_sum_of_update_ptr, at, live, True)
-    row_sum_for_invariant_2_add = tl.sqrt(row_sum_for_invariant_2) + eps
-    put(row_sum_of_update_over_row_mul_3_ptr, at, row_sum_of_update / (row_sum_for_invariant_2_add * row_sum_for_invariant_2_add), live, True)
-    return term(tl.abs(grad_scale * row_sum_for_invariant) / (row_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * row_sum_for_invariant_3) + eps)), at, live, True, True), term(row_sum_for_invariant, at, live, True), term(row_sum_for_invariant_2, at, live, True), term(row_sum_for_invariant_3, at, live, True), term(row_sum_of_update, at, live, True)
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_2_round(
-    tensor_max_for_invariant_ptr, row_sum_of_update_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-    tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_update_ptr,
-    row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr,
-    row_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale,
-    LANES: tl.constexpr,
-):
-    """All values of rows."""
-    tensor_max_terms = tl.full([256], float("-inf"), tl.float32)
-    row_sum_for_invariant_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_2_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_for_invariant_3_terms = tl.full([256], 0.0, tl.float32)
-    row_sum_of_update_terms = tl.full([256], 0.0, tl.float32)
-    for start in range(0, end * rows, 2048):
-        lane = start + tl.arange(0, 8)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        at = lane
-        live = lane < end * rows
-        tensor_max_term, row_sum_for_invariant_term, row_sum_for_invariant_2_term, row_sum_for_invariant_3_term, row_sum_of_update_term = sgdp_float16_nesterov_small_2_values(
-            row_sum_of_update_over_row_mul_3_ptr, row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr,
-            row_sum_for_invariant_3_ptr, row_sum_of_update_ptr, at, live, eps, grad_scale,
-            grad_scale_times_grad_scale,
-        )
-        tensor_max_terms = down(tensor_max_terms, tensor_max_term, True)
-        row_sum_for_invariant_terms += tl.sum(row_sum_for_invariant_term, 0)
-        row_sum_for_invariant_2_terms += tl.sum(row_sum_for_invariant_2_term, 0)
-        row_sum_for_invariant_3_terms += tl.sum(row_sum_for_invariant_3_term, 0)
-        row_sum_of_update_terms += tl.sum(row_sum_of_update_term, 0)
-    tl.store(tensor_max_for_invariant_ptr + tl.arange(0, 1), fold(tl.reshape(tensor_max_terms, [1, 256]), True))
-    tl.store(tensor_sum_for_invariant_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_2_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_2_terms, [1, 256]), 1))
-    tl.store(tensor_sum_for_invariant_3_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_for_invariant_3_terms, [1, 256]), 1))
-    tl.store(tensor_sum_of_update_ptr + tl.arange(0, 1), tl.sum(tl.reshape(row_sum_of_update_terms, [1, 256]), 1))
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_3_values(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-):
-    """Values of the tensor."""
-    tl.store(delta_over_sqrt_columns_ptr, delta / tl.sqrt(extent_columns))
-    tl.store(delta_over_sqrt_elements_ptr, delta / tl.sqrt(extent_elements))
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_3_round(
-    delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-    rows, columns, delta, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_nesterov_small_3_values(
-        delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, delta,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_4_values(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-):
-    """Values of the tensor."""
-    tensor_sum_for_invariant = tl.load(tensor_sum_for_invariant_ptr)
-    tensor_sum_for_invariant_2 = tl.load(tensor_sum_for_invariant_2_ptr)
-    tensor_sum_for_invariant_3 = tl.load(tensor_sum_for_invariant_3_ptr)
-    delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
-    tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
-    tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_4_round(
-    lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-    tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-    delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale,
-    grad_scale_times_grad_scale, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_nesterov_small_4_values(
-        lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-        tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-        delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, eps, grad_scale, grad_scale_times_grad_scale,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_5_values(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-    weight_decay_2, minus_lr,
-):
-    """Values of the tensor."""
-    tensor_max_for_invariant = tl.load(tensor_max_for_invariant_ptr)
-    delta_over_sqrt_columns = tl.load(delta_over_sqrt_columns_ptr)
-    lt_tensor_div_delta_over_sqrt_elements = tl.load(lt_tensor_div_delta_over_sqrt_elements_ptr)
-    tensor_max_for_invariant_lt = tensor_max_for_invariant < delta_over_sqrt_columns
-    # 27  update, invariant = without_radial(update, p, g, delta, eps)
-    invariant = tl.where(tensor_max_for_invariant_lt | (0.0 < lt_tensor_div_delta_over_sqrt_elements), 1.0, 0.0)
-    # 28  weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
-    weight_decay = weight_decay_2 * tl.fma(minus_one_minus_wd_ratio, invariant, 1.0)
-    tl.store(tensor_lt_ptr, tl.where(tensor_max_for_invariant_lt, 1.0, 0.0))
-    tl.store(one_minus_lr_times_weight_decay_2_ptr, tl.fma(minus_lr, weight_decay, 1.0))
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_5_round(
-    tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-    delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-    minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    sgdp_float16_nesterov_small_5_values(
-        tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-        delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, minus_one_minus_wd_ratio,
-        weight_decay_2, minus_lr,
-    )
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_6_values(
-    row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr, at, live,
-):
-    """Values of rows."""
-    tensor_lt = tl.load(tensor_lt_ptr)
-    row_sum_of_update_over_row_mul_3 = get(row_sum_of_update_over_row_mul_3_ptr, at, live, True)
-    tensor_sum_of_update_over_tensor_mul_3_2 = tl.load(tensor_sum_of_update_over_tensor_mul_3_2_ptr)
-    put(row_sum_of_update_over_row_mul_3_2_ptr, at, tl.where(0.0 < tensor_lt, row_sum_of_update_over_row_mul_3, tensor_sum_of_update_over_tensor_mul_3_2), live, True)
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_6_round(
-    row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sgdp_float16_nesterov_small_6_values(
-            row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-            tensor_sum_of_update_over_tensor_mul_3_2_ptr, at, live,
-        )
-
-
-@triton.jit
-def sgdp_float16_nesterov_small_2(
-    table, work, eps: tl.float32, grad_scale: tl.float32, grad_scale_times_grad_scale: tl.float32,
-    delta: tl.float32, minus_one_minus_wd_ratio: tl.float32, weight_decay_2: tl.float32,
-    minus_lr: tl.float32, LANES: tl.constexpr, ROUND: tl.constexpr = -1,
-):
-    """sgdp: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 41 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    tensor_max_for_invariant_ptr = pointer(row + 8, tl.float32, False)
-    row_sum_of_update_over_row_mul_3_ptr = pointer(row + 9, tl.float32, False)
-    tensor_sum_for_invariant_ptr = pointer(row + 10, tl.float32, False)
-    tensor_sum_for_invariant_2_ptr = pointer(row + 11, tl.float32, False)
-    tensor_sum_for_invariant_3_ptr = pointer(row + 12, tl.float32, False)
-    tensor_sum_of_update_ptr = pointer(row + 13, tl.float32, False)
-    row_sum_for_invariant_ptr = pointer(row + 4, tl.float32, False)
-    row_sum_for_invariant_2_ptr = pointer(row + 5, tl.float32, False)
-    row_sum_for_invariant_3_ptr = pointer(row + 6, tl.float32, False)
-    row_sum_of_update_ptr = pointer(row + 7, tl.float32, False)
-    delta_over_sqrt_columns_ptr = pointer(row + 14, tl.float32, False)
-    delta_over_sqrt_elements_ptr = pointer(row + 15, tl.float32, False)
-    lt_tensor_div_delta_over_sqrt_elements_ptr = pointer(row + 16, tl.float32, False)
-    tensor_sum_of_update_over_tensor_mul_3_2_ptr = pointer(row + 17, tl.float32, False)
-    tensor_lt_ptr = pointer(row + 18, tl.float32, False)
-    one_minus_lr_times_weight_decay_2_ptr = pointer(row + 19, tl.float32, False)
-    row_sum_of_update_over_row_mul_3_2_ptr = pointer(row + 20, tl.float32, False)
-    rows = tl.load(row + 26)
-    columns = tl.load(row + 27)
-    extent_columns = tl.load(row + 35).to(tl.float32)
-    extent_elements = tl.load(row + 36).to(tl.float32)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sgdp_float16_nesterov_small_2_round(
-            tensor_max_for_invariant_ptr, row_sum_of_update_over_row_mul_3_ptr, tensor_sum_for_invariant_ptr,
-            tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr, tensor_sum_of_update_ptr,
-            row_sum_for_invariant_ptr, row_sum_for_invariant_2_ptr, row_sum_for_invariant_3_ptr,
-            row_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale, grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sgdp_float16_nesterov_small_3_round(
-            delta_over_sqrt_columns_ptr, delta_over_sqrt_elements_ptr, extent_columns, extent_elements, first, end,
-            rows, columns, delta, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 2:
-        sgdp_float16_nesterov_small_4_round(
-            lt_tensor_div_delta_over_sqrt_elements_ptr, tensor_sum_of_update_over_tensor_mul_3_2_ptr,
-            tensor_sum_for_invariant_ptr, tensor_sum_for_invariant_2_ptr, tensor_sum_for_invariant_3_ptr,
-            delta_over_sqrt_elements_ptr, tensor_sum_of_update_ptr, first, end, rows, columns, eps, grad_scale,
-            grad_scale_times_grad_scale, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 3:
-        sgdp_float16_nesterov_small_5_round(
-            tensor_lt_ptr, one_minus_lr_times_weight_decay_2_ptr, tensor_max_for_invariant_ptr,
-            delta_over_sqrt_columns_ptr, lt_tensor_div_delta_over_sqrt_elements_ptr, first, end, rows, columns,
-            minus_one_minus_wd_ratio, weight_decay_2, minus_lr, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 4:
-        sgdp_float16_nesterov_small_6_round(
-            row_sum_of_update_over_row_mul_3_2_ptr, tensor_lt_ptr, row_sum_of_update_over_row_mul_3_ptr,
-            tensor_sum_of_update_over_tensor_mul_3_2_ptr, first, end, rows, columns, LANES,
-        )
 
 
 @triton.jit

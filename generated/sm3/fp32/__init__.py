@@ -107,7 +107,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_bfloat16_1", "elem", 0, (0, 1, 2), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_bfloat16_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_float32_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_bfloat16_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),
@@ -137,7 +137,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_float16_1", "elem", 0, (0, 1, 2), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float16_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_float32_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),
@@ -259,7 +259,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_bfloat16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_bfloat16_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_bfloat16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),
@@ -290,7 +290,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_float16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float16_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_float32_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),

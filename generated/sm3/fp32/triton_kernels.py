@@ -324,63 +324,6 @@ def sm3_bfloat16_1_flat(
 
 
 @triton.jit
-def sm3_bfloat16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
-    """Values of rows."""
-    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
-    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
-
-
-@triton.jit
-def sm3_bfloat16_2_round(
-    accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sm3_bfloat16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_bfloat16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
-    """Values of columns."""
-    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
-    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
-
-
-@triton.jit
-def sm3_bfloat16_3_round(
-    accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        sm3_bfloat16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_bfloat16_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)
-    accumulator_row_2_ptr = pointer(row + 4, tl.float32, False)
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)
-    accumulator_col_2_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sm3_bfloat16_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sm3_bfloat16_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
-
-
-@triton.jit
 def sm3_float16_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, at, at_row, at_col, live, live_row, live_col,
     eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, MASKED: tl.constexpr,
@@ -500,63 +443,6 @@ def sm3_float16_1_flat(
             grad_scale_times_grad_scale, minus_lr_times_grad_scale, True,
         )
         put(total_term_ptr, at, total_term, live, True)
-
-
-@triton.jit
-def sm3_float16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
-    """Values of rows."""
-    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
-    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
-
-
-@triton.jit
-def sm3_float16_2_round(
-    accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sm3_float16_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_float16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
-    """Values of columns."""
-    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
-    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
-
-
-@triton.jit
-def sm3_float16_3_round(
-    accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        sm3_float16_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_float16_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 21 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)
-    accumulator_row_2_ptr = pointer(row + 4, tl.float32, False)
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)
-    accumulator_col_2_ptr = pointer(row + 5, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sm3_float16_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sm3_float16_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -899,42 +785,6 @@ def sm3_float32_has_momentum_1_flat(
 
 
 @triton.jit
-def sm3_float32_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
-    """Values of rows."""
-    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
-    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
-
-
-@triton.jit
-def sm3_float32_has_momentum_2_round(
-    accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sm3_float32_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_float32_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
-    """Values of columns."""
-    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
-    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
-
-
-@triton.jit
-def sm3_float32_has_momentum_3_round(
-    accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        sm3_float32_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
-
-
-@triton.jit
 def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
     """sm3: matrices of one tensor; see optgen.runtime.stages."""
     item = work + 3 * tl.program_id(0)
@@ -949,10 +799,10 @@ def sm3_float32_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.const
     columns = tl.load(row + 11)
     # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
     if ROUND < 0 or ROUND == 0:
-        sm3_float32_has_momentum_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
+        sm3_float32_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
     tl.debug_barrier()  # what one round stores the next ones load
     if ROUND < 0 or ROUND == 1:
-        sm3_float32_has_momentum_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
+        sm3_float32_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit
@@ -1096,67 +946,6 @@ def sm3_bfloat16_has_momentum_1_flat(
 
 
 @triton.jit
-def sm3_bfloat16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
-    """Values of rows."""
-    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
-    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
-
-
-@triton.jit
-def sm3_bfloat16_has_momentum_2_round(
-    accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sm3_bfloat16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_bfloat16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
-    """Values of columns."""
-    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
-    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
-
-
-@triton.jit
-def sm3_bfloat16_has_momentum_3_round(
-    accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        sm3_bfloat16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_bfloat16_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)
-    accumulator_row_2_ptr = pointer(row + 5, tl.float32, False)
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)
-    accumulator_col_2_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sm3_bfloat16_has_momentum_2_round(
-            accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES,
-        )
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sm3_bfloat16_has_momentum_3_round(
-            accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES,
-        )
-
-
-@triton.jit
 def sm3_float16_has_momentum_1_tile(
     p_ptr, g_ptr, accumulator_row_ptr, accumulator_col_ptr, momentum_buffer_ptr, at, at_row, at_col, live,
     live_row, live_col, momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale,
@@ -1292,63 +1081,6 @@ def sm3_float16_has_momentum_1_flat(
             lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale, True,
         )
         put(total_term_ptr, at, total_term, live, True)
-
-
-@triton.jit
-def sm3_float16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live):
-    """Values of rows."""
-    accumulator_row_2 = get(accumulator_row_2_ptr, at, live, True)
-    put(accumulator_row_ptr, at, accumulator_row_2, live, True)
-
-
-@triton.jit
-def sm3_float16_has_momentum_2_round(
-    accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of rows."""
-    for start in range(first * rows, end * rows, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * rows
-        sm3_float16_has_momentum_2_values(accumulator_row_ptr, accumulator_row_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_float16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live):
-    """Values of columns."""
-    accumulator_col_2 = get(accumulator_col_2_ptr, at, live, True)
-    put(accumulator_col_ptr, at, accumulator_col_2, live, True)
-
-
-@triton.jit
-def sm3_float16_has_momentum_3_round(
-    accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES: tl.constexpr,
-):
-    """All values of columns."""
-    for start in range(first * columns, end * columns, 2048):
-        at = start + tl.arange(0, 2048)
-        live = at < end * columns
-        sm3_float16_has_momentum_3_values(accumulator_col_ptr, accumulator_col_2_ptr, at, live)
-
-
-@triton.jit
-def sm3_float16_has_momentum_2(table, work, LANES: tl.constexpr, ROUND: tl.constexpr = -1):
-    """sm3: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 22 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    accumulator_row_ptr = pointer(row + 2, tl.float32, False)
-    accumulator_row_2_ptr = pointer(row + 5, tl.float32, False)
-    accumulator_col_ptr = pointer(row + 3, tl.float32, False)
-    accumulator_col_2_ptr = pointer(row + 6, tl.float32, False)
-    rows = tl.load(row + 10)
-    columns = tl.load(row + 11)
-    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.
-    if ROUND < 0 or ROUND == 0:
-        sm3_float16_has_momentum_2_round(accumulator_row_ptr, accumulator_row_2_ptr, first, end, rows, columns, LANES)
-    tl.debug_barrier()  # what one round stores the next ones load
-    if ROUND < 0 or ROUND == 1:
-        sm3_float16_has_momentum_3_round(accumulator_col_ptr, accumulator_col_2_ptr, first, end, rows, columns, LANES)
 
 
 @triton.jit

@@ -147,7 +147,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_float16_1", "elem", 0, (0, 1, 2), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float16_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_bfloat16_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),
@@ -435,7 +435,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_float16_has_momentum_1", "elem", 0, (0, 1, 2, 3, 4), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=64),
-            Stage("sm3_float16_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_bfloat16_has_momentum_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_has_momentum_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),
@@ -467,7 +467,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("sm3_float16_has_momentum_small_1", "elem", 0, (0, 1, 2, 3, 4, 5), temps=('accumulator_row_2', 'accumulator_col_2'), matrices=True, block=1),
-            Stage("sm3_float16_has_momentum_small_2", "row", 1, (), temps=(), matrices=True, block=1),
+            Stage("sm3_bfloat16_has_momentum_small_2", "row", 1, (), temps=(), matrices=True, block=1),
             Stage("sm3_float16_has_momentum_small_3", "col", 1, (), temps=(), matrices=True, block=1),
         ),
     ),

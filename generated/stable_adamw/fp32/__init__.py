@@ -110,7 +110,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("stable_adamw_bfloat16_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_bfloat16_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
             Stage("stable_adamw_bfloat16_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
         ),
     ),
@@ -141,7 +141,7 @@ VARIANTS = (
         ),
         stages=(
             Stage("stable_adamw_float16_1", "elem", 0, (0, 1, 2, 3), temps=('tensor_sum_for_surprise',), matrices=False, block=1),
-            Stage("stable_adamw_float16_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
+            Stage("stable_adamw_float32_2", "tensor", 1, (4, 5), temps=('rate', 'one_minus_rate_times_weight_decay'), matrices=False, block=1),
             Stage("stable_adamw_float16_3", "elem", 2, (6, 7, 8, 0, 1), temps=(), matrices=False, block=1),
         ),
     ),

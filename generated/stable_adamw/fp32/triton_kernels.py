@@ -282,52 +282,6 @@ def stable_adamw_bfloat16_1(
 
 
 @triton.jit
-def stable_adamw_bfloat16_2_values(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-    weight_decay,
-):
-    """Values of the tensor."""
-    tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
-    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
-    # 25  rate = lr / maximum(1.0, surprise)
-    rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-
-
-@triton.jit
-def stable_adamw_bfloat16_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    stable_adamw_bfloat16_2_values(
-        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-        weight_decay,
-    )
-
-
-@triton.jit
-def stable_adamw_bfloat16_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    rate_ptr = pointer(row + 5, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_surprise_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_elements = tl.load(row + 19).to(tl.float32)
-    stable_adamw_bfloat16_2_round(
-        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
-    )
-
-
-@triton.jit
 def stable_adamw_bfloat16_3_tile(
     p_ptr, g_ptr, exp_avg_ptr, exp_avg_sq_ptr, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, live,
     eps, beta1_hat, scalar_1, scalar_0, beta2_hat, MASKED: tl.constexpr,
@@ -476,52 +430,6 @@ def stable_adamw_float16_1(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-
-
-@triton.jit
-def stable_adamw_float16_2_values(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-    weight_decay,
-):
-    """Values of the tensor."""
-    tensor_sum_for_surprise = tl.load(tensor_sum_for_surprise_ptr)
-    # 24  surprise = sqrt(mean(g * g / maximum(exp_avg_sq, eps * eps)))
-    surprise = tl.sqrt(tensor_sum_for_surprise / extent_elements)
-    # 25  rate = lr / maximum(1.0, surprise)
-    rate = lr / tl.maximum(1.0, surprise, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(rate_ptr, rate)
-    tl.store(one_minus_rate_times_weight_decay_ptr, tl.fma(minus(rate), weight_decay, 1.0))
-
-
-@triton.jit
-def stable_adamw_float16_2_round(
-    rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-    end, rows, columns, lr, weight_decay, LANES: tl.constexpr,
-):
-    """All values of the tensor."""
-    stable_adamw_float16_2_values(
-        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, lr,
-        weight_decay,
-    )
-
-
-@triton.jit
-def stable_adamw_float16_2(table, work, lr: tl.float32, weight_decay: tl.float32, LANES: tl.constexpr):
-    """stable_adamw: matrices of one tensor; see optgen.runtime.stages."""
-    item = work + 3 * tl.program_id(0)
-    row = table + 20 * tl.load(item).to(tl.int64)
-    first = tl.load(item + 1).to(tl.int64)
-    end = tl.load(item + 2).to(tl.int64)
-    rate_ptr = pointer(row + 5, tl.float32, False)
-    one_minus_rate_times_weight_decay_ptr = pointer(row + 6, tl.float32, False)
-    tensor_sum_for_surprise_ptr = pointer(row + 4, tl.float32, False)
-    rows = tl.load(row + 9)
-    columns = tl.load(row + 10)
-    extent_elements = tl.load(row + 19).to(tl.float32)
-    stable_adamw_float16_2_round(
-        rate_ptr, one_minus_rate_times_weight_decay_ptr, tensor_sum_for_surprise_ptr, extent_elements, first,
-        end, rows, columns, lr, weight_decay, LANES,
-    )
 
 
 @triton.jit

@@ -1,0 +1,62 @@
+"""The tables of docs/formats.md are what the tool writes today, and say what they must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        import format_bounds
+
+        yield format_bounds
+
+
+def test_the_document_is_current_and_no_bound_is_exceeded(tool: Any) -> None:
+    assert tool.main(["--check"]) == 0, "run tools/format_bounds.py"
+    states, weights = tool.rows()
+    for row in (*states, *weights):
+        found = [row.fuzzed] + ([] if row.supremum is None else [row.supremum])
+        assert all(0 <= x <= 1 for x in found), row
+        if row.bound > 0:  # a bound that is never nearly reached says little
+            assert max(found) >= 0.75, row
+    from specs import plans
+
+    names = {name for row in states for name in row.plans}
+    assert names == {name for name, plan in vars(plans).items() if type(plan).__name__ == "Plan"}
+
+
+def test_errors_beyond_a_bound_are_seen(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random blocks find a code that is one too far, which one block under one scale might not show."""
+    from optgen.formats import Blocked, linear, scales
+
+    fmt = Blocked(8, 64, linear, scales.ue8m8, rounding="nearest")
+    assert tool.fuzzed(fmt) <= 1
+    read = Blocked.decode
+
+    def shifted(self, parts, *, root=None):
+        x = read(self, parts, root=root)
+        return x * 1.005  # half a cell at the upper end is 0.004
+
+    monkeypatch.setattr(Blocked, "decode", shifted)
+    assert tool.fuzzed(fmt) > 1
+
+
+def test_formats_whose_yardstick_is_unknown_are_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from optgen.formats import floats
+    from optgen.verify import bounds
+
+    known = bounds.one_step_bound(floats.bf16)
+    monkeypatch.setattr(bounds, "one_step_bound", lambda fmt: replace(known, of="block's mean"))
+    with pytest.raises(TypeError, match="bf16: a bound of so many block's mean"):
+        tool.fuzzed(floats.bf16)

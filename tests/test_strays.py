@@ -1,0 +1,140 @@
+"""Steps that train nothing because the model has other parameters by now: said once, and never of a frozen part."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optgen.optim import AdamW
+from optgen.runtime import Optimizer
+
+BACKENDS = ["reference", "cpp"]
+
+
+def built() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def stepped(model: nn.Module, opt: Optimizer, steps: int = 3) -> list[str]:
+    """What is said meanwhile."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model(torch.ones(2, 6)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    return [str(w.message) for w in said]
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def materialized(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+
+
+def head_rebuilt(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("change", [assigned, materialized])
+def test_a_model_with_other_parameters_is_noticed(
+    change: Callable[[nn.Module], None], before: int, backend: str
+) -> None:
+    model = built()
+    opt = AdamW(model.named_parameters(), plan="fp32", backend=backend)
+    assert stepped(model, opt, before) == []
+    change(model)
+    (message,) = stepped(model, opt)
+    assert "parameter '0.weight' (float32 [5, 6]) and 5 more, and no gradient can come; this step changed" in message
+    assert "make the optimizer from the model as it is" in message
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_part_that_was_rebuilt_is_noticed(before: int) -> None:
+    model = built()
+    opt = AdamW(model.parameters())
+    assert stepped(model, opt, before) == []
+    head_rebuilt(model)
+    (message,) = stepped(model, opt)
+    assert (
+        "refers to parameter 4 (float32 [3, 4]) and 1 more, and no gradient can come (4 other parameters had" in message
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_that_are_frozen_or_left_out_are_none_of_it(backend: str) -> None:
+    model = built()
+    opt = AdamW(model.parameters(), backend=backend)
+    model[0].requires_grad_(False)
+    assert stepped(model, opt, 2) == []
+    model[0].requires_grad_(True)
+    assert stepped(model, opt, 1) == []
+    assert stepped(nn.Sequential(nn.Flatten(), model[0], nn.Tanh()), opt, 2) == []  # the rest of it is not used
+    for _ in range(3):
+        opt.step()  # no gradients at all, after some
+    assert stepped(model, opt, 1) == []
+
+
+def test_gradients_that_never_came_are_asked_for() -> None:
+    model = built()
+    opt = AdamW(model.parameters())
+    other = copy.deepcopy(model)  # the one that is trained
+    assert stepped(other, opt, 1) == []
+    (message,) = stepped(other, opt, 3)
+    assert "2 steps, and none of its 6 parameters has had a gradient yet" in message
+    assert "a copy of the model" in message
+
+
+def test_one_step_before_the_first_gradient_is_a_habit_of_schedulers() -> None:
+    model = built()
+    opt = AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert stepped(model, opt, 3) == []
+
+
+def test_fully_shard_after_the_optimizer_is_noticed() -> None:
+    code = (
+        "import torch, warnings, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "from optgen.optim import AdamW\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
+        "model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))\n"
+        "opt = AdamW(model.named_parameters())\n"
+        "for layer in model: fully_shard(layer)\n"
+        "fully_shard(model)\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for _ in range(3):\n"
+        "        model(torch.ones(2, 6)).sum().backward()\n"
+        "        opt.step()\n"
+        "said = [str(w.message) for w in said if 'AdamW' in str(w.message)]\n"
+        "assert len(said) == 1, said\n"
+        "assert \"parameter '0.weight' (float32 [5, 6]) and 3 more\" in said[0], said\n"
+        "opt = AdamW(model.named_parameters(), overrides={'0': 'fp32'})\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('error')\n"
+        "    model(torch.ones(2, 6)).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=300)
+    assert found.returncode == 0, found.stderr[-4000:]

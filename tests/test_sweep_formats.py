@@ -1,0 +1,162 @@
+"""What is said of the formats' errors holds: on a stream made here, and in the committed tables of real gradients.
+
+Held are ratios between plans on the same stream.  The stream made here is harder than real ones: the elements of a
+block differ by more, and more from step to step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optgen.runtime import keys
+
+pytest.importorskip("torchao")
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "benchmarks" / "formats.json"
+STEPS = 1000
+BETAS2 = ("0.999", "0.95")
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[Any]:
+    """The tool, with kernels as the machine has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OPTGEN_BACKEND", raising=False)
+        patch.syspath_prepend(str(ROOT / "tools"))
+        import sweep_formats
+
+        yield sweep_formats
+
+
+@pytest.fixture(scope="module")
+def stream(tool: Any) -> tuple[Any, torch.Tensor]:
+    """Three tensors of 2,048: gradients with a scale and a drift for each element, heavy tails, fading."""
+    from format_streams import laid_out
+
+    parts, numel = laid_out([(f"w{i}", (16, 128)) for i in range(3)])
+    random = torch.Generator().manual_seed(0)
+    size = 1e-3 * torch.exp2(1.2 * torch.randn(numel, generator=random))
+    drift = 0.3 * torch.randn(numel, generator=random)
+    fade = torch.exp2(-2.0 * torch.arange(STEPS) / STEPS)
+    burst = torch.exp(0.8 * torch.randn(STEPS, numel, generator=random))
+    return parts, size * fade[:, None] * (drift + burst * torch.randn(STEPS, numel, generator=random))
+
+
+class Found:
+    """Runs of the product and of torchao's own 4 bits over the stream, each made when it is asked for."""
+
+    def __init__(self, tool: Any, parts: Any, gradients: torch.Tensor) -> None:
+        self.tool, self.parts, self.gradients = tool, parts, gradients
+        self.true = {b: tool.exactly(gradients, float(b), tool.EPS) for b in BETAS2}
+        self.known: dict[Any, Any] = {}
+
+    def __call__(self, name: str, beta2: str, scale: float = 1.0) -> Any:
+        key = name, beta2, scale
+        if key not in self.known:
+            tool, exact = self.tool, self.true[beta2]
+            subject = tool.Subject(name, 0, "", name.startswith("torchao"))
+            kept = tool.maker(subject, self.parts, self.gradients.shape[1])(float(beta2), tool.EPS * scale)
+            trace = tool.run(kept, self.gradients, scale)
+            pair = trace.first / scale, trace.second / scale**2
+            said = tool.errors(self.parts, pair, (exact.first, exact.second), exact.steps, float(beta2), tool.EPS)
+            self.known[key] = said, tool.gain(self.parts, trace.moved, exact.moved)
+        return self.known[key]
+
+
+@pytest.fixture(scope="module")
+def found(tool: Any, stream: Any) -> Found:
+    return Found(tool, *stream)
+
+
+def test_eight_bits_are_nearer_than_flashoptims(found: Found) -> None:
+    for beta2, most in (("0.999", 0.25), ("0.95", 1.15)):
+        (ours, gain), (theirs, _) = found("int8_split24", beta2), found("flashoptim", beta2)
+        assert ours.nmse <= most * theirs.nmse
+        assert abs(gain - 1) <= 0.003
+        assert ours.zeros == ours.impossible == ours.broken == 0
+
+
+def test_noise_that_is_spread_over_windows_is_smaller(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same draws, but each step the first of a window of its own: independent, as a hash per step would be."""
+    key = keys.step_key
+    monkeypatch.setattr(keys, "step_key", lambda seed, step: key(seed, step * keys.WINDOW))
+    other = Found(found.tool, found.parts, found.gradients)
+    for beta2 in BETAS2:
+        (even, _), (independent, gain) = found("int8_split24", beta2), other("int8_split24", beta2)
+        assert even.nmse <= 0.8 * independent.nmse
+        assert abs(gain - 1) <= 0.003
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+def test_the_size_of_gradients_does_not_matter(found: Found, scale: float) -> None:
+    (one, _), (other, gain) = found("int8_split24", "0.999"), found("int8_split24", "0.999", scale)
+    assert abs(other.nmse / one.nmse - 1) <= 0.1
+    assert abs(gain - 1) <= 0.003
+    assert other.zeros == other.broken == 0
+
+
+def test_four_bits_are_nearer_than_torchaos(found: Found) -> None:
+    for beta2, most in (("0.999", 0.5), ("0.95", 0.4)):
+        (ours, _), (theirs, _) = found("int4_split24", beta2), found("torchao 4-bit", beta2)
+        assert ours.nmse <= most * theirs.nmse
+        assert ours.zeros == ours.broken == 0
+
+
+def test_a_perfect_codec_has_no_error_and_a_wrong_one_has(tool: Any, stream: Any) -> None:
+    """The measurement itself: fp32 states err by roundings alone; states that are 10 % large are seen as such."""
+    parts, gradients = stream
+    gradients = gradients[:200]
+    true = tool.exactly(gradients, 0.95, tool.EPS)
+    for grown, want in ((1.0, 0.0), (1.1, 0.1)):
+        kept = tool.Peer(lambda x, signed, grown=grown: x, gradients.shape[1], 0.95, tool.EPS)
+        trace = tool.run(kept, gradients, 1.0)
+        said = tool.errors(
+            parts, (grown * trace.first, trace.second), (true.first, true.second), true.steps, 0.95, tool.EPS
+        )
+        assert math.sqrt(said.nmse) == pytest.approx(want, abs=1e-5)
+        assert said.median == pytest.approx(want, abs=1e-5)
+        assert said.flips <= 2  # where fp32 rounds a moment through 0
+        assert tool.gain(parts, trace.moved, true.moved) == pytest.approx(1, abs=1e-5)
+    zeroed = true.second.clone()
+    zeroed[:, ::7] = 0
+    said = tool.errors(parts, (-true.first, zeroed), (true.first, true.second), true.steps, 0.95, tool.EPS)
+    assert said.zeros == zeroed[:, ::7].numel()
+    assert said.impossible >= said.zeros
+    assert said.flips == true.first.numel()
+
+
+def test_the_committed_tables_say_what_is_claimed(tool: Any) -> None:
+    kept = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert TABLE.with_suffix(".md").read_text(encoding="utf-8") == tool.document(kept["found"], kept["data"])
+    of = {x["name"]: x for x in kept["found"]}
+
+    def nmse(name: str, beta2: str) -> float:
+        return of[name]["recurrent"][beta2]["nmse"]
+
+    ours, theirs = of["int8_split24"], of["flashoptim"]
+    assert ours["bits"] < theirs["bits"]
+    assert ours["once"]["nmse"] <= 0.5 * theirs["once"]["nmse"]
+    assert nmse("int8_split24", "0.999") <= 0.1 * nmse("flashoptim", "0.999")
+    assert nmse("int8_split24", "0.95") <= 1.15 * nmse("flashoptim", "0.95")
+    assert nmse("int6_split24", "0.999") <= nmse("flashoptim", "0.999")
+    # Hoped for were 0.15, which were other models' gradients; it is 0.24 on these.
+    assert nmse("int4_split24", "0.999") <= 0.25 * nmse("torchao 4-bit", "0.999")
+    assert nmse("int4_split24", "0.95") <= 0.6 * nmse("torchao 4-bit", "0.95")
+    for name in ("int8_split24", "int6_split24", "int5_split24", "int4_split24"):
+        for beta2 in BETAS2:
+            said = of[name]["recurrent"][beta2]
+            assert said["zeros"] == said["broken"] == 0
+            for other in of[name]["scaled"][beta2].values():
+                assert abs(other["nmse"] / said["nmse"] - 1) <= 0.1, name
+    for beta2 in BETAS2:
+        assert abs(ours["recurrent"][beta2]["gain"] - 1) <= 0.003
+        dead = ours["dead"][beta2]
+        assert dead["rms"] <= 1.1 * dead["true_rms"]

@@ -1,0 +1,258 @@
+"""The tables of docs/formats.md: every bound that is claimed of a format, beside what the format does.
+
+    .venv/bin/python tools/format_bounds.py            writes them between their marks
+    .venv/bin/python tools/format_bounds.py --check    says whether they are current
+
+Three numbers for each format, all from its own `encode` and `decode`: the derived bound (optgen.verify.bounds), the
+exact supremum over all fp32 inputs of a block under one scale (optgen.verify.certificate), and the largest error of
+random blocks of all magnitudes within the bound's range.  The last two are parts of the bound: never above 1.
+Formats are those of the plans in specs/plans.py, and families of companders and widths.  The seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from prose import filled
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "formats.md"
+BEGIN, END = "<!-- bounds: tools/format_bounds.py -->", "<!-- end of bounds -->"
+BLOCKS = 600
+WIDTHS = (8, 6, 5, 4, 3, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A format's bound; suprema and fuzzed errors as parts of bound + slack; None: there is no such check of it."""
+
+    what: str
+    plans: tuple[str, ...]
+    bound: float
+    of: str
+    valid: str
+    supremum: float | None
+    fuzzed: float
+
+
+LOWEST, HIGHEST, SPAN = -30.0, 50.0, 24.0
+"""The largest of a random block is between 2^LOWEST and 2^HIGHEST, or what the format's scale can follow of it; the
+block spans up to so many octaves, or what the format's bound allows."""
+
+
+def random_blocks(fmt: Any, octaves: float, seed: int) -> Tensor:
+    """(BLOCKS, 1, size) fp32 of blocks that span up to so many octaves.
+
+    Values crowd at the ends of the span, where cells are widest and ranges end, and are uniform between.
+    """
+    random = torch.Generator().manual_seed(seed)
+    size = max(fmt.block, 16)
+    place = torch.rand(BLOCKS, 1, size, generator=random, dtype=torch.float64)
+    sharp = torch.tensor([0.0, 1.0, 0.02])[torch.randint(3, (BLOCKS, 1, 1), generator=random)].double()
+    place = torch.where(sharp > 0, place ** sharp.clamp(min=0.02), place)
+    span = octaves * torch.rand(BLOCKS, 1, 1, generator=random, dtype=torch.float64)
+    scale = getattr(fmt, "scale", None)
+    low, high = (LOWEST, HIGHEST) if scale is None else (math.log2(scale.low), math.log2(scale.high))
+    low, high = max(low, LOWEST), min(high, HIGHEST)
+    top = low + (high - low) * torch.rand(BLOCKS, 1, 1, generator=random, dtype=torch.float64)
+    x = torch.exp2(top - span * (1 - place))
+    x[:, :, 0], x[:, :, 1] = torch.exp2(top)[:, :, 0], torch.exp2(top - span)[:, :, 0]
+    if fmt.signed:
+        x = x * (torch.randint(2, x.shape, generator=random) * 2 - 1)
+        x[: BLOCKS // 8, :, 2::3] = 0.0
+    return x.float()
+
+
+def noise_of(fmt: Any, shape: Sequence[int], seed: int) -> Any:
+    """Random words, one in four of them the least or the greatest."""
+    from optgen.formats import Noise
+
+    if not fmt.noise_bits:
+        return None
+    random = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, tuple(shape), generator=random, dtype=torch.int64)
+    words[::8], words[4::8] = 0, -1
+    return Noise(words.to(torch.int32), 32 - fmt.noise_bits, fmt.noise_bits)
+
+
+def fuzzed(fmt: Any, seed: int = 0) -> float:
+    """The largest error of random blocks, in parts of bound + slack.
+
+    TypeError for a format whose bound is a multiple of something that is not kept under a name known here.
+    """
+    from optgen.formats import LogMinMax
+    from optgen.verify.bounds import log_span, one_step_bound
+
+    bound = one_step_bound(fmt)
+    rooted = getattr(fmt, "of", "value") == "sqrt"
+    octaves = SPAN
+    if isinstance(fmt, LogMinMax):
+        octaves = min(octaves, log_span(fmt, fmt.most)[0])
+    x = random_blocks(fmt, octaves, seed)
+    value = (x.double() ** 2).float() if rooted else x
+    root = torch.ones(()) if fmt.relative else None
+    parts = fmt.encode(value, noise=noise_of(fmt, x.shape, seed + 1), root=root)
+    number = value.double().sqrt() if rooted else x.double()
+    kept = (fmt.decode_root(parts) if rooted else fmt.decode(parts, root=root)).double()
+    if bound.of in ("value", "root"):
+        unit = number.abs()
+    elif bound.of in ("scale", "scale * root") and "scale" in parts:
+        unit = fmt.scale.decode(parts["scale"]).double().expand(x.shape)
+    else:
+        raise TypeError(f"{fmt}: a bound of so many {bound.of}: say here how large that is")
+    live = number != 0
+    return float((((kept - number).abs() / unit)[live] / bound.total).max()) if bound.total else 0.0
+
+
+def of_format(fmt: Any, plans: tuple[str, ...] = ()) -> Row:
+    from optgen.verify.bounds import one_step_bound
+    from optgen.verify.certificate import certify
+
+    bound = one_step_bound(fmt)
+    supremum = certify(fmt).supremum / bound.total if bound.total else 0.0
+    return Row(str(fmt), plans, bound.value, bound.of, bound.valid, supremum, fuzzed(fmt))
+
+
+def of_master(master: Any, param: Any, plans: tuple[str, ...]) -> Row:
+    """A weight's: fuzzed over all exponents that its range has."""
+    from optgen.formats import Noise
+    from optgen.verify.bounds import master_bound
+
+    bound = master_bound(master, param)
+    random = torch.Generator().manual_seed(5)
+    low, high = (-100, 100) if param.name == "bf16" else (-13, 15)
+    x = torch.exp2(low + (high - low) * torch.rand(1 << 16, generator=random, dtype=torch.float64))
+    x[::2] = torch.exp2(torch.randint(low + 1, high, (1 << 15,), generator=random).double()) * (1 + 2.0**-24)
+    x = x.float()
+    noise = None
+    if master.noise_bits(param):
+        words = torch.randint(-(2**31), 2**31, x.shape, generator=random, dtype=torch.int64)
+        words[::8], words[4::8] = 0, -1
+        noise = Noise(words.to(torch.int32), 0, master.noise_bits(param))
+    kept = master.decode(master.encode(x, param, noise=noise), param).double()
+    error = ((kept - x.double()).abs() / x.double()).max()
+    return Row(
+        master.describe(param), plans, bound.value, bound.of, bound.valid, None,
+        float(error) / bound.total if bound.total else float(error),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def rows() -> tuple[list[Row], list[Row]]:
+    """(states, weights) of the shipped plans, each format once, with the plans that have it."""
+    from optgen.driver import targets
+    from optgen.formats import Plan
+    from optgen.ops import dtypes
+    from specs import adamw, plans
+
+    spec = adamw.adamw
+    flags = {f.name: f.default for f in spec.flags}
+    recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+    states: dict[Any, list[str]] = {}
+    weights: dict[Any, list[str]] = {}
+    for name, plan in vars(plans).items():
+        if isinstance(plan, Plan):
+            storage = plan.storage(spec.present(flags), dtypes.bf16, False, recurrences)
+            for fmt in storage.states.values():
+                states.setdefault(fmt, []).append(name)
+            weights.setdefault(storage.master, []).append(name)
+    of_states = [of_format(fmt, tuple(dict.fromkeys(names))) for fmt, names in states.items()]
+    return of_states, [of_master(m, dtypes.bf16, tuple(names)) for m, names in weights.items()]
+
+
+def families() -> Iterator[tuple[str, str, list[Row]]]:
+    """(compander, rounding, its widths), signed but for the root; then the min/max logarithm."""
+    from optgen.formats import Blocked, LogMinMax, companders, scales
+
+    curves = (
+        companders.linear,
+        companders.softsign(0.5),
+        companders.softsign(1),
+        companders.softsign(2),
+        companders.root,
+    )
+    for rounding in ("nearest", "stochastic"):
+        for curve in curves:
+            signed = curve is not companders.root
+            made: list[Any] = [
+                Blocked(b, 64, curve, scales.ue8m8, signed=signed, rounding=rounding)  # type: ignore[arg-type]
+                for b in WIDTHS
+            ]
+            yield str(curve), rounding, [of_format(fmt) for fmt in made]
+    for rounding in ("nearest", "stochastic"):
+        made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]  # type: ignore[arg-type]
+        yield "min/max logarithm", rounding, [of_format(fmt) for fmt in made]
+
+
+def number(x: float) -> str:
+    return "0" if x == 0 else f"{x:.3g}"
+
+
+def text() -> str:
+    """What stands between the marks."""
+    states, weights = rows()
+    lines = [
+        "*Bound*: the largest error of storing a value once, in parts of what the next column says.",
+        "*Supremum*: what the",
+        "format does at worst, over all fp32 inputs; *random blocks*: the largest error found among "
+        f"{BLOCKS} blocks within the",
+        "bound's range; both in parts of the bound with its allowance for fp32 arithmetic. Suprema of",
+        "weights are tested",
+        "over all fp32 (`tests/test_split_exhaustive.py`).", "",
+        "| format | plans | bound | of the | supremum | random blocks |", "|---|---|--:|---|--:|--:|",
+    ]  # fmt: skip
+    for row in (*states, *weights):
+        supremum = "" if row.supremum is None else f"{row.supremum:.4f}"
+        lines.append(
+            f"| {row.what} | {', '.join(f'`{p}`' for p in row.plans)} | {number(row.bound)} | {row.of} | {supremum} | "
+            f"{row.fuzzed:.3f} |"
+        )
+    ranges = dict.fromkeys((row.what, row.valid) for row in (*states, *weights))
+    lines += ["", "Ranges in which they hold:", ""]
+    lines += [f"- {what}: {valid}" for what, valid in ranges]
+    lines += [
+        "", "Families, by the bits of a code: bound (random blocks in parts of it).", "",
+        "| curve | rounding | " + " | ".join(f"{b} bits" for b in WIDTHS) + " | supremum |",
+        "|---|---|" + "--:|" * len(WIDTHS) + "--:|",
+    ]  # fmt: skip
+    for curve, rounding, made in families():
+        cells = [f"{number(r.bound)} ({r.fuzzed:.2f})" for r in made] + [""] * (len(WIDTHS) - len(made))
+        suprema = [r.supremum for r in made if r.supremum is not None]
+        lines.append(f"| {curve} | {rounding} | {' | '.join(cells)} | {min(suprema):.4f} to {max(suprema):.4f} |")
+    return filled("\n".join(lines))
+
+
+def between(document: str, inside: str) -> str:
+    """The document with this between its marks; SystemExit where it has none."""
+    before, mark, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise SystemExit(f"{DOCUMENT.name}: expected the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where the tables are not current")
+    asked = parser.parse_args(given)
+    sys.path.insert(0, str(ROOT))
+    torch.set_num_threads(1)
+    old = DOCUMENT.read_text(encoding="utf-8")
+    new = between(old, text())
+    if asked.check:
+        return int(new != old)
+    DOCUMENT.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
