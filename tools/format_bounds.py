@@ -107,6 +107,8 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
         unit = number.abs()
     elif bound.of in ("scale", "scale * root") and "scale" in parts:
         unit = fmt.scale.decode(parts["scale"]).double().expand(x.shape)
+    elif bound.of in ("largest", "largest * root") and "scale" in parts:
+        unit = fmt.largest * fmt.scale.decode(parts["scale"]).double().expand(x.shape)
     else:
         raise TypeError(f"{fmt}: a bound of so many {bound.of}: say here how large that is")
     live = number != 0

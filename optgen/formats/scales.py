@@ -181,6 +181,9 @@ class FloatScale(Scale):
     dtype: DType = dtypes.f32
     least: float = SMALLEST
 
+    def __str__(self) -> str:
+        return self.name if self.least == SMALLEST else f"{self.name} (from {self.least:.3g})"
+
     @property
     def low(self) -> float:
         return self.least

@@ -43,7 +43,8 @@ class Bound:
     """|decode(encode(x)) - x| <= (value + slack) * of, wherever `valid` holds.
 
     value    the error of the code, exact: attained
-    of       what it is a multiple of: "scale", "scale * root", "value", "root" (then of the root's error)
+    of       what it is a multiple of: "scale", "largest" (the scale times the largest number under it), either
+             "* root", "value", "root" (then of the root's error)
              value inf: there is no bound for a single element, and `valid` says what is kept
     valid    the range, in words
     slack    what f32 arithmetic may add to it
@@ -205,9 +206,10 @@ def _table_bound(fmt: Codebook | Fp8) -> Bound:
     slack = 2 * gap * CELL + EXACT + 8 * ROUNDOFF
     if isinstance(fmt, Fp8):
         slack += value * fmt.scale.excess  # the largest number may become less than the largest float
-    low = fmt.low * (fmt.largest if isinstance(fmt, Fp8) else 1)
-    valid = f"scale <= max(largest |{_what(fmt)}| of the block, {low:.3g}) * (1 + {fmt.scale.excess:.3g})"
-    return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, lambda: exactly_rational(value))
+    # The scale of fp8 is that of its largest float: the error is a multiple of what the largest element counts as.
+    of, low = ("largest", fmt.low * fmt.largest) if isinstance(fmt, Fp8) else ("scale", fmt.low)
+    valid = f"{of} <= max(largest |{_what(fmt)}| of the block, {low:.3g}) * (1 + {fmt.scale.excess:.3g})"
+    return Bound(value, f"{of} * root" if fmt.relative else of, valid, slack, lambda: exactly_rational(value))
 
 
 def exactly_rational(value: float) -> Any:
