@@ -52,8 +52,10 @@ def trainer(folder: Path | str, steps: int, *, ready: bool = False, **options: A
         optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, plan="int8_split24")
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
         return Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, schedule))
-    # The Trainer makes the groups with and without weight decay; lr has to be said here once more.
-    chosen = (AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "plan": "int8_split24"})
+    # The Trainer makes the groups with and without weight decay; lr has to be said here once more.  Its groups have no
+    # names: `module` says what the parameters are called.
+    kept = {"overrides": {"*embed*": "fp32"}, "module": model}
+    chosen = (AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "plan": "int8_split24", **kept})
     return Trainer(model, arguments, train_dataset=Sentences(), optimizer_cls_and_kwargs=chosen)
 
 

@@ -7,7 +7,25 @@ Moments are rounded stochastically unless a rule's recurrence asks for nearest (
 averages to nearest says in `forced` why it exists all the same.
 """
 
-from optgen.formats import Blocked, Copy, Ecc8, Kahan, LogMinMax, Native, Plan, Split, floats, linear, scales, softsign
+from optgen.formats import (
+    Blocked,
+    Codebook,
+    Copy,
+    Ecc8,
+    Factored,
+    Fp8,
+    Kahan,
+    LogMinMax,
+    Native,
+    Plan,
+    Rank1,
+    Split,
+    codebooks,
+    floats,
+    linear,
+    scales,
+    softsign,
+)
 
 fp32 = Plan("Everything in fp32: 12 bytes per fp32 parameter.", small_numel=0)
 
@@ -98,4 +116,55 @@ flashoptim = Plan(
     nonneg=Blocked(8, 32, linear, scales.fp16, signed=False, of="sqrt", zero="keep", rounding="nearest"),
     small_numel=0,
     forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+bnb8 = Plan(
+    "bitsandbytes' 8-bit states, number by number: 4.03125 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(), 8, 256, ties="down", rounding="nearest"),
+    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, ties="down", rounding="nearest"),
+    forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+torchao8 = Plan(
+    "torchao's 8-bit states, number by number: 4.03125 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(), 8, 256, scales.FloatScale(least=1e-12), rounding="nearest"),
+    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, scales.FloatScale(least=1e-12), rounding="nearest"),
+    forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+torchao4 = Plan(
+    "torchao's 4-bit states, number by number: 3.0625 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, scales.FloatScale(least=1e-12), rounding="nearest"),
+    nonneg=Codebook(codebooks.linear_nozero(4), 4, 128, scales.FloatScale(least=1e-12), rounding="nearest"),
+    forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+torchao_fp8 = Plan(
+    "torchao's states of 8-bit floats, number by number: 4.03125 bytes per parameter.",
+    signed=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
+    nonneg=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
+    forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+lpmm4 = Plan(
+    "The 4-bit paper's states, number by number: 3.03125 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
+    nonneg=Rank1(4, linear, vectors=128, rounding="nearest"),
+    read_back=False,
+    forced="its results can be compared only by its own numbers",
+)
+
+lpmm4_factor = Plan(
+    "The 4-bit paper's first moment and a factored second one, number by number: 2.53125 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
+    nonneg=Factored("kept", vectors=Rank1(4, linear, vectors=128, rounding="nearest").of_vectors()),
+    read_back=False,
+    forced="its results can be compared only by its own numbers",
+)
+
+int4_factored_split24 = Plan(
+    "bf16 weight and 8 more bits, 4-bit first moment, stochastic, factored second one: 3.53125 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
+    nonneg=Factored(vectors=LogMinMax(4, 64, of="sqrt")),
 )

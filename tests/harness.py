@@ -69,9 +69,10 @@ class Pair:
     def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
         s, kernels = only(s), only(kernels or s)
         self.spec, self.schedule, self.kernels = spec, s, kernels
-        names = "Blocks, block_max, block_min, quotient, rotl, scalars, sqrt"
+        names = "Blocks, block_max, block_min, lookup, quotient, rotl, scalars, search, sqrt"
         text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
-        self.reference = _module(folder / "ref.py", text + "\n".join(reference.step_function(Step.of(s), "f")) + "\n")
+        lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
+        self.reference = _module(folder / "ref.py", text + "\n".join(lines) + "\n")
         rendered = wrapper.render(
             "triton.py.j2",
             header="",

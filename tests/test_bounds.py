@@ -8,15 +8,18 @@ import torch
 from optgen.base.errors import UserError
 from optgen.formats import (
     Blocked,
+    Codebook,
     Copy,
     Ecc8,
     Format,
+    Fp8,
     Kahan,
     LogMinMax,
     Native,
     Noise,
     Split,
     bf16_up,
+    codebooks,
     compander,
     e8m0,
     floats,
@@ -55,6 +58,13 @@ for rounding in ("nearest", "stochastic"):
     FORMATS += [Blocked(8, 16, linear, s, signed=False, of="sqrt", rounding=rounding) for s in (ue7m9, fp32)]
     FORMATS += [LogMinMax(8, 16, of=of, rounding=rounding) for of in ("sqrt", "value")]
     FORMATS += [floats.bf16.rounded(rounding), floats.f16.rounded(rounding)]
+    FORMATS += [Codebook(codebooks.dynamic(True, 4), 4, 16, rounding=rounding)]
+    FORMATS += [Codebook(codebooks.dynamic(False, 4, zero=False), 4, 16, ue7m9, of="sqrt", rounding=rounding)]
+    FORMATS += [Codebook(t, 4, 16, ue8m8, rounding=rounding) for t in (codebooks.nf4(), codebooks.linear_nozero())]
+    FORMATS += [Fp8(kind, 16, rounding=rounding) for kind in ("e4m3", "e5m2", "ue5m3")]
+    FORMATS += [Fp8("ue4m4", 16, ue7m9, of="sqrt", rounding=rounding)]
+FORMATS += [Codebook(codebooks.dynamic(), 8, 16, ties="down", rounding="nearest")]
+FORMATS += [Codebook((-0.9, -0.5, 0.0, 0.125, 0.5), 3, 16, rounding="nearest")]  # 1 is far beyond its end
 FORMATS += [Blocked(8, 16, softsign(1), fp16, rounding="nearest")]
 FORMATS += [Blocked(8, 16, linear, fp16, signed=False, of="sqrt", zero="keep", rounding="nearest")]
 
@@ -71,7 +81,9 @@ def test_the_closed_form_is_the_number(fmt: Format) -> None:
     bound = one_step_bound(fmt)
     formula = bound.formula()
     assert formula is not None
-    assert float(formula) == pytest.approx(bound.value, rel=1e-12)
+    # The numbers of a table are f32: their gaps as fractions, within f32's precision of 1.
+    table = isinstance(fmt, Codebook)
+    assert float(formula) == pytest.approx(bound.value, rel=0 if table else 1e-12, abs=2.0**-26 if table else 0)
     assert bound.latex()
 
 
@@ -96,6 +108,20 @@ def test_well_known_closed_forms() -> None:
     assert formula(linear, signed=False) == "1/510"
     assert formula(softsign(1), rounding="stochastic") == "1/64"
     assert str(one_step_bound(LogMinMax(8, 64, rounding="nearest"), 8).formula()) == "1/128"
+
+
+def test_the_bounds_of_the_papers_tables() -> None:
+    """Half of the widest gap, at the top: of the last decade's parts, 0.9 / 2^(b-2) wide, or of the 16 of k / 16."""
+
+    def value(table: tuple[float, ...], bits: int) -> float:
+        return one_step_bound(Codebook(table, bits, 64, rounding="nearest")).value
+
+    places = 3 * 2.0**-24  # both ends of half a gap are off by up to three last places
+    assert value(codebooks.dynamic(), 8) == pytest.approx(0.9 / 64 / 2, abs=places)
+    assert value(codebooks.dynamic(False), 8) == pytest.approx(0.9 / 128 / 2, abs=places)
+    assert value(codebooks.dynamic(True, 4), 4) == pytest.approx(0.9 / 4 / 2, abs=places)
+    assert value(codebooks.linear_nozero(), 4) == 1 / 16  # below its first number
+    assert one_step_bound(Fp8("e4m3", rounding="nearest")).value == pytest.approx(1 / 28)
 
 
 def test_bounds_include_clamp_cells() -> None:

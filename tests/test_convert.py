@@ -193,6 +193,20 @@ def test_from_torch_and_back(tmp_path: Path, named: bool) -> None:
     assert bits(saved["model"]) == bits(ours.state_dict())
 
 
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict"])
+def test_weights_that_stand_beside_the_optimizer(tmp_path: Path, key: str) -> None:
+    """As training scripts save them: one file is enough."""
+    theirs = Net()
+    oracle = torch.optim.AdamW(theirs.named_parameters(), lr=0.02, foreach=False)
+    train(oracle, range(2))
+    torch.save({"epoch": 3, key: theirs.state_dict(), "optimizer": oracle.state_dict()}, tmp_path / "t.pt")
+    convert(str(tmp_path / "t.pt"), str(tmp_path / "o.pt"), to="fp32_master", spec="adamw", param="bfloat16")
+    model = Net(1).bfloat16()
+    opt = AdamW(model.named_parameters(), plan="fp32_master")
+    load_checkpoint(tmp_path / "o.pt", opt, model)
+    assert bits(opt.master_weights()) == bits(dict(theirs.named_parameters()))
+
+
 def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
     """The weights lose nothing that the plan can hold: half a code of its last bit, 2^7 fp32 patterns."""
     theirs = Net()
@@ -504,3 +518,61 @@ def test_convert_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(UserError, match="cannot be converted"):
             convert(o, t, to="torch")
         assert verify(o).findings, length
+
+
+def of_torchao_named(name: str) -> Callable[[], Any]:
+    def made() -> Any:
+        import torchao.optim
+
+        return getattr(torchao.optim, name)([nn.Parameter(p) for p in whole_blocks()], lr=0.02)
+
+    return made
+
+
+def of_bitsandbytes_whole() -> Any:
+    import bitsandbytes as bnb
+
+    return bnb.optim.AdamW8bit([nn.Parameter(p) for p in whole_blocks()], lr=0.02)
+
+
+def whole_blocks() -> list[Tensor]:
+    """Weights of which every row is whole blocks of 256."""
+    draw = torch.Generator().manual_seed(2)
+    return [torch.randn(16, 512, generator=draw), torch.randn(8192, generator=draw)]
+
+
+@pytest.mark.parametrize(
+    ("package", "plan"),
+    [
+        (of_bitsandbytes_whole, "bnb8"),
+        (of_torchao_named("AdamW8bit"), "torchao8"),
+        (of_torchao_named("AdamW4bit"), "torchao4"),
+        (of_torchao_named("AdamWFp8"), "torchao_fp8"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_codes_of_other_packages_stay(tmp_path: Path, package: Callable[[], Any], plan: str) -> None:
+    """Under the plan that repeats the package: its codes and scales bit for bit, in code and by `optgen convert`.
+
+    Encoding the numbers anew would lose codes: of blocks whose largest magnitude is negative, in tables without a -1.
+    """
+    theirs = package()
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step
+        train(theirs, range(3))
+    saved = theirs.state_dict()
+    torch.save(saved, tmp_path / "x.pt")
+    opt = AdamW([nn.Parameter(p) for p in whole_blocks()], plan=plan)
+    opt.load_state_dict(saved)
+    convert(str(tmp_path / "x.pt"), str(tmp_path / "o.pt"), to=plan, spec="adamw")
+    other = AdamW([nn.Parameter(p) for p in whole_blocks()], plan=plan)
+    load_checkpoint(tmp_path / "o.pt", other)
+    assert states(other) == states(opt)
+    for p, q in zip((p for g in opt.param_groups for p in g["params"]), theirs.param_groups[0]["params"], strict=True):
+        kept = foreign.codes(theirs.state[q], ("exp_avg", "exp_avg_sq"))
+        assert len(kept) == 2
+        for name, (codes, scale) in kept.items():
+            assert torch.equal(opt.state[p][name].flatten(), codes)
+            assert torch.equal(opt.state[p][f"{name}_scale"].flatten(), scale)
+    again = AdamW([nn.Parameter(p) for p in whole_blocks()], plan="int8")
+    again.load_state_dict(saved)  # under another plan the numbers are encoded anew
+    assert again.state_dict()["state"][0]["exp_avg"].shape == (16, 512)

@@ -94,6 +94,10 @@ def test_trainer_makes_groups_with_and_without_decay(tmp_path: Path) -> None:
     assert isinstance(optimizer, AdamW)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     assert all(g["betas"] == (0.9, 0.95) for g in optimizer.param_groups)
+    embedding = made.model.get_input_embeddings().weight
+    places = [p is embedding for g in optimizer.param_groups for p in g["params"]]
+    assert optimizer.plans() == {i: f"int8_split24{' (fp32 states)' * here}" for i, here in enumerate(places)}
+    assert sum(places) == 1
 
 
 # -- accelerate -------------------------------------------------------------------------------------------

@@ -246,3 +246,21 @@ def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
         opt.step()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_released_parameters_take_turns_in_two_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a room for each: that would be pinned memory of the size of the model."""
+    made: list[int] = []
+
+    def room(self: offload.Plain, size: int) -> Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(Watched, "room", room)
+    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
+    moved(opt_b).release_gradients(b)
+    train(opt_a, a, 3)
+    train(opt_b, b, 3)
+    same(a, b, opt_a, opt_b)
+    largest = max(p.numel() * 2 for p in b.parameters())
+    assert made == [2 * largest, 2 * largest]

@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_a_rule_holds_for_what_it_names_and_nothing_else(kind: str, named: bool)
     model = net()
     key, wanted = RULES[kind]
     params = model.named_parameters() if named else model.parameters()
-    opt = AdamW(params, plan="int8_split24", overrides={key(model): "fp32"}, model=model)
+    opt = AdamW(params, plan="int8_split24", overrides={key(model): "fp32"}, module=model)
     train(opt, model, 1)
     names = [name for name, _ in model.named_parameters()]
     found = in_fp32(opt) if named else {names[int(i)] for i in in_fp32(opt)}
@@ -171,14 +172,14 @@ def test_the_step_is_that_of_the_plan_it_names() -> None:
 def test_a_rule_that_means_nothing_is_refused(key: Any, said: str) -> None:
     model = net()
     with pytest.raises(ValueError, match=re.escape(said)):
-        AdamW(model.named_parameters(), overrides={key: "fp32"}, model=model)
+        AdamW(model.named_parameters(), overrides={key: "fp32"}, module=model)
 
 
 def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
     model = net()
     with pytest.raises(ValueError, match=r"the parameters have none: give model.named_parameters\(\)"):
         AdamW(model.parameters(), overrides={"embed": "fp32"})
-    with pytest.raises(ValueError, match=r"LayerNorm is a class of modules.*AdamW\(..., model=model\)"):
+    with pytest.raises(ValueError, match=r"LayerNorm is a class of modules.*AdamW\(..., module=model\)"):
         AdamW(model.named_parameters(), overrides={nn.LayerNorm: "fp32"})
     with pytest.raises(ValueError, match="no plan `fp23`"):
         AdamW(model.named_parameters(), overrides={"embed": "fp23"})
@@ -188,15 +189,15 @@ def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
         AdamW(model.named_parameters(), overrides={3: "fp32"})
     with pytest.raises(TypeError, match="overrides must be a dict"):
         AdamW(model.named_parameters(), overrides="fp32")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or None, got list"):
-        AdamW(model.named_parameters(), overrides={"embed": "fp32"}, model=[])
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.Module or None, got list"):
+        AdamW(model.named_parameters(), overrides={"embed": "fp32"}, module=[])
 
 
 def test_a_frozen_part_of_the_model_is_no_mistake() -> None:
     model = net()
     model.embed.weight.requires_grad_(False)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    opt = AdamW(trained, overrides={"embed": "fp32", nn.LayerNorm: "fp32"}, model=model)
+    opt = AdamW(trained, overrides={"embed": "fp32", nn.LayerNorm: "fp32"}, module=model)
     train(opt, model, 1)
     assert in_fp32(opt) == SMALL
 
@@ -344,7 +345,7 @@ def test_a_checkpoint_is_matched_by_name_and_by_position() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         back.load_state_dict(saved)
-        unnamed = AdamW(model.parameters(), overrides=MIXED, model=model)
+        unnamed = AdamW(model.parameters(), overrides=MIXED, module=model)
         unnamed.load_state_dict(saved)
     assert back.plans() == opt.plans() == unnamed.plans()
     for p in model.parameters():
@@ -510,3 +511,42 @@ def test_the_stable_embedding_takes_the_place_of_an_embedding() -> None:
     assert torch.equal(made.norm.weight, torch.ones(16)) and made.weight.abs().max() <= (6 / 25) ** 0.5
     with pytest.raises(ValueError, match="sparse must be False"):
         optgen.StableEmbedding(9, 16, sparse=True)
+
+
+def test_steps_that_are_counted_on_the_device_have_the_same_bits() -> None:
+    """In Triton's interpreter: one launch for each plan."""
+    rules = {"a": "split32", "b": "bf16_sr"}
+
+    def trained(capturable: bool) -> list[Tensor]:
+        source = torch.Generator().manual_seed(0)
+        params = {k: nn.Parameter(torch.randn(3, 5, generator=source).bfloat16()) for k in "abc"}
+        opt = AdamW(params.items(), lr=1e-2, overrides=rules, backend="triton", capturable=capturable)
+        for _ in range(2):
+            for p in params.values():
+                p.grad = torch.randn(p.shape, generator=source).bfloat16()
+            opt.step()
+        return [p.detach() for p in params.values()]
+
+    assert all(same_bits(p, q) for p, q in zip(trained(False), trained(True), strict=True))
+
+
+def test_nothing_of_the_model_is_kept_alive() -> None:
+    model = net()
+    head, watched = model.head.weight, weakref.ref(model.norm)
+    params = [p for name, p in model.named_parameters() if not name.startswith("norm")]
+    opt = AdamW(params, overrides={model.head: "fp32", nn.Linear: "fp32", model.norm: "fp32"}, module=model)
+    del model
+    gc.collect()
+    assert watched() is None
+    assert [plan for plan in opt.plans().values() if "fp32" in plan] == ["int8_split24 (fp32 states)"] * 2
+    opt.add_param_group({"params": [nn.Parameter(head.detach().clone())]})
+    assert opt.plans()[3] == "int8_split24"
+
+
+def test_memory_says_what_each_plan_takes() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 128, bias=False), "b": nn.Linear(64, 64, bias=False)}).bfloat16()
+    text = str(AdamW(model.named_parameters(), overrides={"b": "fp32"}).memory())
+    assert "2 tensors, 12,288 elements, plan int8_split24, int8_split24 (fp32 states)\n" in text
+    # 2 bytes of the weight, 1 of its low bits, 1 for each moment; 64 elements share 4 bytes.  8 bytes in fp32.
+    assert "\n  int8_split24: 1 tensor, 8,192 elements, 5.0625 bytes each\n" in text
+    assert text.endswith("\n  int8_split24 (fp32 states): 1 tensor, 4,096 elements, 11.0000 bytes each")

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optgen.formats.blocked import Blocked
+from optgen.formats.codebook import Codebook
 from optgen.formats.floats import Float
 from optgen.formats.format import Format
+from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Native, Split
 from optgen.formats.plan import field_name
@@ -36,18 +38,27 @@ SHAPES = ((), (1,), (63,), (64,), (65,), (127,), (3, 100), (2, 64), (5, 7, 3))
 BLOCKED = ("int8_split24", "int8", "int8_rn_split24", "flashoptim")
 
 
-def of_pairs(holds: Callable[[str], bool] = lambda spec: True) -> list[object]:
-    """Every pair whose rule is as asked for, as a cell; those beyond the daily ones are marked `full`."""
+def of_pairs(holds: Callable[[str], bool] = lambda spec: True, *, within_blocks: bool = False) -> list[object]:
+    """Every pair whose rule is as asked for, as a cell; those beyond the daily ones are marked `full`.
+
+    `within_blocks`: of plans under which nothing reaches further than a storage block.
+    """
     daily = product.daily_pairs()
     return [
         pytest.param(cell, id=str(cell), marks=() if (cell.spec, cell.plan) in daily else pytest.mark.full)
         for cell in (Cell(s, p) for s, p in product.pairs() if holds(s))
+        if product.within_blocks(cell.plan) or not within_blocks
     ]
 
 
 def elementwise(spec: str) -> bool:
     """Whether each element goes its own way, but for the block that it is stored in."""
     return not product.reduces(spec)
+
+
+def flat(spec: str) -> bool:
+    """Whether a rule gives rows and columns no meaning."""
+    return not product.spaces_of(spec) & {"row", "col", "mat"}
 
 
 def draws(cell: Cell, salt: int = 0) -> torch.Generator:
@@ -288,12 +299,13 @@ def test_the_order_of_tensors_and_launches_changes_nothing(spec: str, plan: str,
         assert all(product.same_bits(expected[k], other[k]) for k in expected)
 
 
-@pytest.mark.parametrize("cell", of_pairs(lambda spec: not product.spaces_of(spec) & {"row", "col", "mat"}))
+@pytest.mark.parametrize("cell", of_pairs(flat, within_blocks=True))
 def test_rows_of_whole_blocks_are_the_flat_tensor(cell: Cell) -> None:
     """Blocks and random bits belong to the position in the logical tensor, whatever its shape."""
     built, draw = build(cell), draws(cell, 3)
-    weight = torch.randn(256, generator=draw)
-    shapes = ((256,), (2, 128), (4, 64), (1, 2, 128))
+    row = max(built.storage.block, 64)
+    weight = torch.randn(4 * row, generator=draw)
+    shapes = ((4 * row,), (2, 2 * row), (4, row), (1, 2, 2 * row))
     runs = [Run(built, weight.view(shape), lr=1e-2) for shape in shapes]
     for _ in range(3):
         g = gradient(weight, 1e-2, draw, cell.param)
@@ -303,7 +315,7 @@ def test_rows_of_whole_blocks_are_the_flat_tensor(cell: Cell) -> None:
     assert all(product.same_bits(first, other) for other in others)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [p for p in PLANS if product.within_blocks(p)])
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 331])
 def test_a_tail_leaves_the_blocks_before_it_alone(plan: str, size: int) -> None:
     """A tensor cut anywhere: all blocks before the cut are what they are in the longer tensor, bit for bit."""
@@ -398,7 +410,7 @@ def test_no_finite_gradient_makes_adamw_states_infinite(param: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("cell", of_pairs(elementwise))
+@pytest.mark.parametrize("cell", of_pairs(elementwise, within_blocks=True))
 def test_what_is_not_finite_stays_in_its_block(cell: Cell, bad: float) -> None:
     """One element of one step; the rest of the tensor is, bit for bit, what it is without it.
 
@@ -423,9 +435,9 @@ def test_what_is_not_finite_stays_in_its_block(cell: Cell, bad: float) -> None:
             assert harness.same_bits(left, right), b.name
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [p for p in PLANS if product.within_blocks(p)])
 def test_a_nan_is_kept_as_each_format_says(plan: str) -> None:
-    """Blocked: the whole block reads as NaN; LogMinMax: as some finite value; floats: NaN in the element alone."""
+    """Under a scale the whole block reads as NaN; LogMinMax: as some finite value; floats: NaN in the element alone."""
     built = build(Cell("adamw", plan))
     draw, at = draws(built.cell, 6), 70
     weight = torch.randn(192, generator=draw)
@@ -441,7 +453,7 @@ def test_a_nan_is_kept_as_each_format_says(plan: str) -> None:
     for name, value in kept.items():
         fmt = built.storage.states[name]
         expected = element
-        if isinstance(fmt, Blocked):
+        if isinstance(fmt, (Blocked, Codebook, Fp8)):
             expected = torch.arange(192) // fmt.block == at // fmt.block
         elif isinstance(fmt, LogMinMax):
             expected = torch.zeros_like(element)
@@ -458,7 +470,11 @@ THROUGH_KERNELS = [
     Cell(spec, plan)
     for spec, plan in [
         *HARD,
-        *product.sample([p for p in product.pairs() if p not in HARD and elementwise(p[0])], 4, seed=20260),
+        *product.sample(
+            [p for p in product.pairs() if p not in HARD and elementwise(p[0]) and product.within_blocks(p[1])],
+            4,
+            seed=20260,
+        ),
     ]
 ]
 
@@ -627,7 +643,7 @@ def code_distance(name: str, fmt: Format, a: dict[str, Tensor], b: dict[str, Ten
     return int(difference[same].max()) if same.any() else 0
 
 
-@pytest.mark.parametrize("cell", of_pairs(elementwise))
+@pytest.mark.parametrize("cell", of_pairs(elementwise, within_blocks=True))
 def test_fast_maths_is_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, tmp_path: Path) -> None:
     """The fast kernel, in the interpreter, from the same state as the strict reference.
 

@@ -166,7 +166,12 @@ def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, 
         optimizer_.add_param_group({"params": bad})
     assert len(optimizer_.param_groups) == 1  # nothing was added
     bad.requires_grad_(False)
-    cls([good, bad])  # frozen parameters may be anything
+    optimizer_ = cls([("weight", good), ("bias", bad)])  # frozen parameters may be anything
+    bad.requires_grad_(True)
+    good.grad, bad.grad = torch.ones(2, 3), torch.ones(shape)
+    with pytest.raises(ValueError, match=text):
+        optimizer_.step()
+    assert torch.equal(good, torch.ones(2, 3)) and not optimizer_.state
 
 
 def test_a_shape_flag_makes_vectors_welcome() -> None:

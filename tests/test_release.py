@@ -235,6 +235,24 @@ def test_parameters_that_come_later_are_frozen_or_thawed() -> None:
     assert len(opt_b._release._hooks) == 4  # the frozen one has left
 
 
+@pytest.mark.parametrize("kept", [None, "int8"])
+def test_a_parameter_that_is_frozen_within_a_window_takes_what_came_and_no_more(kept: str | None) -> None:
+    model = net(torch.float32)
+    opt = optim.AdamW(model.named_parameters(), lr=1e-2)
+    opt.release_gradients(model, accumulate=4, accumulator=None if kept is None else accumulator(kept))
+    model.loss(0).backward()
+    model.loss(2).backward()
+    model.outer.weight.requires_grad_(False)
+    opt.step()
+    before = model.outer.weight.detach().clone()
+    assert opt.state[model.outer.weight]["step"] == 1
+    assert all(p.grad is None for p in model.parameters())
+    model.loss(4).backward()
+    opt.step()  # without zero_grad(), which released gradients do not need
+    assert torch.equal(before, model.outer.weight)
+    assert opt.state[model.outer.weight]["step"] == 1 and opt.state[model.inner.weight]["step"] == 2
+
+
 def test_a_checkpoint_between_steps_continues_bit_for_bit() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()))
     opt_a.release_gradients(a, clip=0.05, clip_by="previous_norm")

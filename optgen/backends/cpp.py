@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from optgen.backends.idioms import idiom
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments, wrapped
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ops import spaces
@@ -41,12 +41,12 @@ RESERVED = frozenset(
     "blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t class co_await co_return "
     "co_yield Column COLUMNS compl concept const const_cast consteval constexpr constinit continue count "
     "counter decltype default delete do double dynamic_cast else end enum explicit export extend16 extern F "
-    "false first float float16 float32 floor fma for friend goto Grad halves halves_of_lanes I i I16 if "
+    "false first float float16 float32 floor fma gather for friend goto Grad halves halves_of_lanes I i I16 if "
     "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined lane Larger larger "
-    "largest live load long low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half "
+    "largest live load long lookup low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half "
     "new noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL optgen_layout "
     "OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected public ramp raw "
-    "read_row register reinterpret_cast requires return rint rotl run SCALARS scalars short sign signed "
+    "read_row register reinterpret_cast requires return rint rotl run SCALARS scalars search short sign signed "
     "sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key store "
     "store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile "
     "to_float to_int true try typedef typeid typename U16 U8 unpack uint16_t uint8_t union unsigned using V4d V4f "
@@ -185,6 +185,20 @@ def _bitcast(p: Printer, n: Node) -> Text:
     return p.express(x)
 
 
+def _table(p: Printer, n: Node) -> Text:
+    return f"{n.op}({n.attr}, {p.text(n.args[0])})", ATOM
+
+
+def tables(program: Program) -> list[str]:
+    """What the program looks things up in."""
+    found = {str(n.attr): n.attr for n in postorder(program.roots()) if n.op in ("lookup", "search")}
+    lines = []
+    for name, table in sorted(found.items()):
+        numbers = [literal(x) for x in table.values]
+        lines += wrapped(f"static constexpr float {name}[] = {{", numbers, "};")
+    return lines
+
+
 def _sym(p: Printer, n: Node) -> Text:
     assert isinstance(p, CppPrinter)
     return p.phases.scalar[str(n.attr)], ATOM
@@ -233,6 +247,8 @@ SPELL: dict[str, Spelling] = {
     "bitcast": _bitcast,
     "rint": _call("rint"),
     "floor": _call("floor"),
+    "lookup": _table,
+    "search": _table,
     "sqrt": _call("sqrt"),
     "rcp": _rcp,
 }
@@ -548,7 +564,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
 
 def loops(plan: Phases, extent: str, source: str) -> list[str]:
     """What stays on the stack, and the loops; `extent`: "blocks" or "count", what the tile is counted in."""
-    body = unpacked(plan.program)
+    body = [*tables(plan.program), *unpacked(plan.program)]
     for n in plan.edge:
         body.append(f"alignas(64) int32_t {plan.name[n.uid]}_kept[TILE / {SHARE}];")
     for n in plan.kept:

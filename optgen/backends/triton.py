@@ -9,12 +9,13 @@ tiles are unmasked; the tail of a tensor, and tensors whose rows end within a bl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optgen.backends.idioms import idiom, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
 from optgen.backends.reference import assemble, bound_lines
+from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ir.ranges import Interval, ranges
@@ -44,6 +45,7 @@ class TritonPrinter(Printer):
     """
 
     keeps = False
+    function = ""
 
     def __init__(self, program: Program, intervals: Mapping[int, Interval]) -> None:
         super().__init__(FAST if program.maths == "fast" else STRICT, {})
@@ -119,6 +121,43 @@ def _lshr(p: Printer, n: Node) -> Text:
     if p.nonneg(x):
         return f"{p.text(x, 8)} >> {k.attr}", 8
     return f"({p.text(x, ATOM)}.to(tl.uint32, bitcast=True) >> {k.attr}).to(tl.int32, bitcast=True)", ATOM
+
+
+def _table(p: Printer, n: Node) -> Text:
+    assert isinstance(p, TritonPrinter)
+    return f"{p.function}_{n.op}_{n.attr}({p.text(n.args[0])})", ATOM
+
+
+def tables(program: Program, function: str) -> list[str]:
+    """A function for each table that the program looks things up in: trees of selections, one level for each bit."""
+    nodes = [n for n in postorder(program.roots()) if n.op in ("lookup", "search")]
+    out = []
+    for n in {(n.op, str(n.attr)): n for n in nodes}.values():
+        values = [number(ir.const(x)) for x in n.attr.values]
+        depth = len(values).bit_length() - (n.op == "lookup" and len(values) & (len(values) - 1) == 0)
+        out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}(x):"]
+        if n.op == "lookup":
+            out.append(f'    """float32: entry number x of {len(values)}; a bit of x for each level of the tree."""')
+            out += [f"    b{k} = (x & {1 << k}) != 0" for k in range(depth)]
+            values += values[-1:] * ((1 << depth) - len(values))
+            out.append(f"    return {_tree(values, [f'b{k}' for k in reversed(range(depth))])}")
+        else:
+            out.append(f'    """int32: how many of {len(values)} numbers are <= x, found bit by bit."""')
+            for k in reversed(range(depth)):
+                bits = [f"b{i}" for i in range(k + 1, depth)][::-1]
+                out.append(f"    b{k} = x >= {_tree(values[(1 << k) - 1 :: 2 << k], bits)}")
+            words = [f"tl.where(b{k}, {1 << k}, 0)" for k in range(depth)]
+            out.append(f"    return {' | '.join(words)}")
+        out += ["", ""]
+    return out
+
+
+def _tree(values: Sequence[str], bits: Sequence[str]) -> str:
+    """The value whose number has these bits, the highest first; `values` are two to the number of bits."""
+    if not bits:
+        return values[0]
+    half = len(values) // 2
+    return f"tl.where({bits[0]}, {_tree(values[half:], bits[1:])}, {_tree(values[:half], bits[1:])})"
 
 
 def _sign(p: Printer, n: Node) -> Text:
@@ -230,6 +269,8 @@ _COMMON: dict[str, Spelling] = {
     "bitcast": _bitcast,
     "rint": _rint,
     "floor": _floor,
+    "lookup": _table,
+    "search": _table,
     "block_max": _block("block_max"),
     "block_min": _block("block_min"),
 }  # fmt: skip
@@ -252,6 +293,12 @@ def registers(schedule: Schedule) -> int | None:
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
     # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
+    # Tables: the lines of one, or a small tree of its entries, are in flight for eight elements at a time.
+    tables = [len(n.attr.values) for n in postorder(schedule.program.roots()) if n.op in ("lookup", "search")]
+    if max(tables, default=0) > 32:
+        return None
+    if tables or "table" in schedule.program.rules:
+        most = max(most, 96)
     # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
     most += 16 * (len([b for b in buffers if b.dtype.packed]) > len({b.owner for b in buffers if b.dtype.packed}))
     return most + (16 if schedule.program.maths == "fast" else 32) * len(terms(schedule))
@@ -369,6 +416,7 @@ def tile(
     program, sweep = schedule.program, schedule.sweep
     roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
     printer = kind(program, ranges(roots, scalar_ranges(program)))
+    printer.function = function
     # A store stands where its value is known: what only it reads is needed no longer.
     lets, waiting = _lets(schedule), [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
     lines = bound_lines((), printer)
@@ -386,7 +434,7 @@ def tile(
         lines["encode"].append((f"return {', '.join(each)}", ""))
     host = [let.name for let in program.host]
     names = [*_pointers(program), *places, *host, *keys(schedule), "MASKED: tl.constexpr"]
-    out = ["@triton.jit", *wrapped(f"def {function}_tile(", names)]
+    out = [*tables(program, function), "@triton.jit", *wrapped(f"def {function}_tile(", names)]
     out.append('    """One tile."""')
     return out + [f"    {line}" for line in assemble(lines, source)]
 

@@ -177,6 +177,11 @@ TABLE: dict[str, Row] = {
         "the parts of what is kept are named by the value and a suffix; opt.state[p] has one tensor per name",
         "give the state another name than `{field}`",
     ),
+    "E311": Row(
+        "a codebook cannot have {what}: it takes {want}",
+        "its numbers are what codes read as, times the largest magnitude of their block",
+        "Codebook(codebooks.dynamic(), 8), or sorted numbers of your own",
+    ),
     # E4xx: finding, building and writing
     "E401": Row("{text}", "Python cannot read this file"),
     "E402": Row("{kind}: {text}", "raised by Python while this file was loaded"),

@@ -26,6 +26,9 @@ from optgen.runtime.records import dtype_name, dtype_of
 TORCH = "torch"
 """The target that is no plan: torch.optim's own form."""
 
+MODEL = ("model", "state_dict", "model_state_dict")
+"""Under which of these training scripts save a model's state dict beside the optimizer's."""
+
 
 @dataclass
 class Checked:
@@ -160,6 +163,7 @@ class Source:
     states: dict[int, dict[str, Any]]
     model: dict[str, Any] | None = None
     extra: Any = None
+    coded: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # as they were, of packages whose codes may stay
 
 
 def convert(
@@ -263,7 +267,7 @@ def _read(file: Path, spec: str | None, weights: str | None) -> tuple[Source, st
     groups = [dict(g) for g in saved["param_groups"]]
     numbers = [n for g in groups for n in g["params"]]
     entries = {i: saved["state"].get(n) or {} for i, n in enumerate(numbers)}
-    model = content.get("model") if saved is not content else None
+    model = _model_in(content) if saved is not content else None
     if weights is not None:
         model = _load_weights(_there(weights))
     parameters = _parameters(groups, entries, about, model, file)
@@ -287,16 +291,21 @@ def _state_dict_in(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 
 
 def _load_weights(file: Path) -> dict[str, Any]:
-    """A model's state dict: alone in a file, or as `model` or `state_dict` in one."""
+    """A model's state dict: alone in a file, or under one of `MODEL` in one."""
     if file.suffix == ".safetensors":
         found: dict[str, Any] = files.tensors_of(file)
         return found
     content = _load(file)
-    for key in ("model", "state_dict"):
+    part = _model_in(content)
+    return content if part is None else part
+
+
+def _model_in(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    for key in MODEL:
         part = content.get(key)
-        if isinstance(part, Mapping) and part:
+        if isinstance(part, Mapping) and part and not _is_state_dict(part):
             return dict(part)
-    return content
+    return None
 
 
 def _parameters(
@@ -403,6 +412,8 @@ def _decode_foreign(found: Source, rule: str, saved: Mapping[str, Any], entries:
                 exact = foreign.weight(entry, p.weight, widths[i])
                 p.weight = p.weight if exact is None else exact
             found.states[i] = foreign.dense(entry, states, p.shape or ())
+            if foreign.codes(entry, states):
+                found.coded[i] = entry
         except ValueError as error:
             raise _refuse(file, f"parameter {p.name or i}: {error}") from error
     known = {"params", "param_names", "maximize", "initial_lr"}
@@ -455,7 +466,7 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
             {**{k: v for k, v in g.items() if k not in dropped}, "params": [next(numbers) for _ in g["params"]]}
             for g in found.groups
         ]
-        opt.load_state_dict({"state": found.states, "param_groups": groups})
+        opt.load_state_dict({"state": {**found.states, **found.coded}, "param_groups": groups})
     except (TypeError, ValueError) as error:
         raise _refuse(source, str(error)) from error
     for group, seed in zip(opt.param_groups, seeds, strict=True):

@@ -196,9 +196,16 @@ def check(
         rows, errors = overview.check(names or [], plan or [], lambda items, total: t.track(items, total, "checking"))
         t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
         plans = sorted({name for r in rows for name in r["plans"]}, key=overview.plan_order)
-        cells = [(r["name"], *(r["plans"][p]["verdict"] for p in plans)) for r in rows]
+        found = [v["verdict"] for r in rows for v in r["plans"].values()]
+        kinds = [x for x in ("ok", "forced", "not yet", "refused", "does not fit") if x in found]
+        kinds += sorted({*found} - {*kinds})
+        # Plans in the cells: a column for each would be too narrow for its name.
+        cells = []
+        for r in rows:
+            verdict_of = {p: r["plans"][p]["verdict"] for p in plans}
+            cells.append((r["name"], *(", ".join(p for p in plans if verdict_of[p] == kind) for kind in kinds)))
         if rows:
-            t.show(table("", ("spec", *plans), cells))
+            t.show(table("", ("spec", *kinds), cells))
         for r in rows:
             for name, verdict in r["plans"].items():
                 if verdict["verdict"] in ("refused", "does not fit") or (names and verdict["verdict"] != "not yet"):
@@ -207,7 +214,7 @@ def check(
         for error in errors:
             t.log(str(error), "red")
             t.fail(2)
-        verdicts = {v["verdict"] for r in rows for v in r["plans"].values()}
+        verdicts = {*found}
         if "forced" in verdicts:
             t.show("forced: the lint refuses it, the plan says why it exists all the same (optgen explain)")
         if "not yet" in verdicts:

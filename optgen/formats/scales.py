@@ -13,6 +13,8 @@ stay finite; scale 0 is what a fresh state has and makes all of its block 0.
 
 from __future__ import annotations
 
+import math
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -27,6 +29,20 @@ LARGEST_ROOT = float.fromhex("0x1.ffffe0p63")  # a little below 2^64: its square
 _LARGEST_ROOT_BITS = 0x5F7FFFF0
 _ROOT_OFFSET = (127 - 63) << 23  # bits of 2^-63
 _SMALLEST_BITS = (127 - 118) << 23
+
+
+def pattern_of(x: float) -> int:
+    """The pattern of an f32, rounded to it."""
+    (pattern,) = struct.unpack("<i", struct.pack("<f", x))
+    return int(pattern)
+
+
+def least_scale(scale: Scale, least: float, root: bool) -> float:
+    """The smallest scale of a block of which no code reads as less than `least` times the scale: a power of two, from
+    which on that is normal, its square if `root`; where the scale's own is larger, or `least` is 0, that one."""
+    if not least:
+        return scale.low
+    return max(scale.low, 2.0 ** math.ceil((-63 if root else -126) - math.log2(least)))
 
 
 class Scale(ABC):
@@ -159,13 +175,18 @@ class RootScale(Scale):
 
 @dataclass(frozen=True)
 class FloatScale(Scale):
-    """The largest magnitude itself, in f32."""
+    """The largest magnitude itself, in f32; smaller ones than `least`, a positive f32, count as that."""
 
     name: str = "fp32"
     dtype: DType = dtypes.f32
+    least: float = SMALLEST
+
+    @property
+    def low(self) -> float:
+        return self.least
 
     def encode(self, top: Num) -> tuple[Num, Num]:
-        scale = from_bits(where(top < words.INF, maximum(top, _SMALLEST_BITS), words.NAN))
+        scale = from_bits(where(top < words.INF, maximum(top, pattern_of(self.least)), words.NAN))
         return scale, scale
 
     def decode(self, stored: Num) -> Num:

@@ -10,6 +10,7 @@
             | PRIM expr*                        one row of ops/prims.py
             | cast expr dtype | bitcast expr dtype
             | block_max expr size | block_min expr size
+            | lookup expr table | search expr table
             | call expr scalar* name                 a function of whole matrices, one value per element
             | row_sum expr | col_sum expr | mat_sum expr | tensor_sum expr | row_max ...
 
@@ -119,6 +120,8 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
         dtype = dtypes.boolean
     elif row.result == "attr":
         dtype = attr
+    elif row.result in ("f32", "i32"):
+        dtype = dtypes.f32 if row.result == "f32" else dtypes.i32
     elif row.result == "branch":
         dtype = args[1].dtype
     else:

@@ -235,6 +235,10 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: 
         return _wrap((a[0][0] * 2**k, a[0][1] * 2**k))
     if op in ("block_max", "block_min"):
         return a[0]
+    if op == "lookup":
+        return min(node.attr.values), max(node.attr.values)
+    if op in ("search", "place"):
+        return 0, len(node.attr.values)
     return _INT if node.dtype.is_int else ANY
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule
-from optgen.ops import dtypes, spaces
+from optgen.ops import dtypes, spaces, tables
 
 
 def leaf(node: Node) -> str:
@@ -92,7 +92,7 @@ def parse(source: str, lets: Mapping[str, Node] | None = None) -> Node:
 def _attr(word: str | None) -> object:
     if word is None:
         return None
-    return int(word) if word.isdigit() else dtypes.ALL[word]
+    return int(word) if word.isdigit() else dtypes.ALL.get(word) or tables.known[word]
 
 
 def _leaf(word: str, lets: Mapping[str, Node]) -> Node:

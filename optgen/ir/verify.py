@@ -32,6 +32,8 @@ def _operands(node: Node) -> Iterator[str]:
         yield f"bitcast {node.args[0].dtype} -> {node.dtype}"
     if node.op in ("block_max", "block_min") and kinds[0] is not dtypes.i32:
         yield f"{node.op} of {kinds[0]}: floats are compared by their bits"
+    if node.op in ("lookup", "search", "place") and kinds[0] is not (dtypes.i32 if node.op == "lookup" else dtypes.f32):
+        yield f"{node.op} of {kinds[0]}"
     if node.op == "rotl" and any(k is not dtypes.i32 for k in kinds):
         yield f"rotl of {kinds}"
     if node.op == "call" and (kinds[0] is not dtypes.f32 or any(a.space != spaces.host for a in node.args[1:])):

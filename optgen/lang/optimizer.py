@@ -19,7 +19,7 @@ from optgen.ops import spaces
 LEAVES = ("p", "g", "t")
 # Names that generated code needs for itself: constructor arguments, kernel arguments, keys of a param group.
 RESERVED = frozenset(
-    "p g t step params maximize plan overrides model offload backend seed self state defaults param_groups grad_scale "
+    "p g t step params maximize plan overrides module offload backend seed self state defaults param_groups grad_scale "
     "step_key stream_key place index table work weight weight_low weight_master weight_compensation numel "
     "at at_block live live_block b values scalars tl triton torch".split()
 )
@@ -27,7 +27,8 @@ RESERVED = frozenset(
 CALLED = frozenset(
     "abs both choose divide either exp floor larger log negated power root smaller "
     "dict super foreach fused capturable differentiable "
-    "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt".split()
+    "get put pointer reciprocal inverse rint rotl sign block_max block_min block_magnitude quotient sqrt "
+    "lookup search".split()
 )
 
 

@@ -28,6 +28,7 @@ from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import REDUCTIONS
+from optgen.ops.tables import Table
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
 
@@ -240,7 +241,7 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
     raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {x!r}")
 
 
-_FLOAT = frozenset("div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
+_FLOAT = frozenset("search place div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
 _ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | set(REDUCTIONS)
 _HOST_ONLY = {"pow": "x ** y with such an exponent", "exp": "exp()", "log": "log()"}
 _SPELLED = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "and": "&", "or": "|", "xor": "^",
@@ -445,6 +446,18 @@ class TorchReader:
 
         return x.view(getattr(torch, attr.torch))
 
+    def _lookup(self, x: Any, attr: Table) -> Any:
+        import torch
+
+        return torch.tensor(attr.values, dtype=torch.float32, device=x.device)[x.long()]
+
+    def _search(self, x: Any, attr: Table) -> Any:
+        import torch
+
+        entries = torch.tensor(attr.values, dtype=torch.float32, device=x.device)
+        found = torch.searchsorted(entries, x.contiguous(), right=True, out_int32=True)
+        return torch.where(x == x, found, 0)
+
     # A tensor read in blocks has shape (..., blocks, size).
     def _block_max(self, x: Any, attr: int) -> Any:
         return x.amax(-1, keepdim=True)
@@ -631,6 +644,30 @@ def bits(x: Num) -> Num:
 def from_bits(x: Num) -> Num:
     """The f32 with this i32 bit pattern."""
     return bitcast(x, dtypes.f32)
+
+
+# tables
+
+
+def lookup(x: Num, table: Table) -> Num:
+    """The f32 entry number x (i32) of a table, 0 <= x < its length."""
+    return reader_of(x).lookup(x, attr=table)
+
+
+def search(x: Num, table: Table) -> Num:
+    """i32: how many entries of a table are <= x (f32); 0 for a NaN."""
+    return reader_of(x).search(x, attr=table)
+
+
+def place(x: Num, table: Table) -> Num:
+    """f32: the number of a table's entry x, with a fraction between two entries; the first or last one beyond them."""
+    if isinstance(x, Value):
+        return _op("place", x, attr=table)
+    last = len(table.values) - 1
+    below = search(x, table.following)
+    low, high = lookup(below, table), lookup(minimum(below + 1, last), table)
+    part = (x - low) / (high - low)
+    return cast(below, dtypes.f32) + where(low < high, where(part > 0, part, 0.0), 0.0)
 
 
 # reductions

@@ -2,8 +2,8 @@
 
 `core` primitives are the ones every backend spells; every other row has `means`, its definition in core
 primitives, and backends that have a faster native form may spell it themselves (fast maths only, unless
-the row is `exact`).  `arity` counts operands; `result` says the dtype: "same" as the operands, "bool", or
-a named dtype.
+the row is `exact`).  `arity` counts operands; `result` says the dtype: "same" as the operands, "bool", "attr",
+"branch" or a named dtype.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ _ROWS = (
     # conversions; attr is the target dtype
     Prim("cast", 1, "attr", doc="value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even"),
     Prim("bitcast", 1, "attr", doc="same bits, another dtype of the same width"),
+    # tables (ops/tables.py): attr is the table
+    Prim("lookup", 1, "f32", doc="the table's entry number x, 0 <= x < its length"),
+    Prim("search", 1, "i32", doc="how many of the table's entries are <= x; 0 for a NaN"),
     # reductions over a block: attr is the block size
     Prim("block_max", 1, doc="largest of the block; NaN if any is NaN"),
     Prim("block_min", 1, doc="smallest of the block; NaN if any is NaN"),
@@ -73,11 +76,12 @@ _ROWS = (
     Prim("pow", 2, doc="x ** y"),
     Prim("exp", 1),
     Prim("log", 1),
-    # decomposed; the last three give the same bits on every backend
+    # decomposed; all but the first two give the same bits on every backend
     Prim("rsqrt", 1, core=False, doc="1 / sqrt(x)"),
     Prim("rcp", 1, core=False, doc="1 / x"),
     Prim("exp2", 1, core=False, doc="2 ** x, x clamped to [-126, 127], |error| <= 2 ulp; Inf and NaN stay"),
     Prim("log2", 1, core=False, doc="log2(x) of a positive normal x; Inf and NaN stay"),
+    Prim("place", 1, "f32", core=False, doc="number of the table's entry x, with a fraction between two"),
     Prim("cbrt", 1, core=False, doc="cube root of x >= 0; Inf and NaN stay"),
 )
 

@@ -89,7 +89,9 @@ class Converter:
                 return ir.op("sub", x.args[0], ir.const(c.attr + x.args[1].attr))
         if node.op == "div" and node.space.name == "block" and self.intervals(node.args[1])[0] >= 0:
             self.fired.add("reciprocal")
-            return exact(ir.op("mul", node.args[0], ir.op("rcp", node.args[1])))
+            by = node.args[1]
+            inverse = ir.op("div", ir.const(1.0), by) if by.space == spaces.host else ir.op("rcp", by)
+            return exact(ir.op("mul", node.args[0], inverse))
         return node
 
     def scaled(self, b: Node, x: Node) -> Node | None:

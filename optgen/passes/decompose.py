@@ -2,6 +2,10 @@
 
 rewrite:
     exp2(x), log2(x), cbrt(x)  ->  polynomials and bit operations on f32 and i32
+    place(x)  ->  search and lookup, in tables without a law or in strict maths
+rewrite (ROUNDS):
+    table   lookup(x), search(x), place(x) of a table with a law  ->  the largest, or smallest, of a few straight lines:
+            entries within 2^-20 of the table's, ends of cells within 2^-12 of a cell
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Program
 from optgen.ops import dtypes, spaces
+from optgen.ops.tables import Law, Line, Table, through
 
 
 def _f(x: float) -> Node:
@@ -81,12 +86,86 @@ def cbrt(x: Node) -> Node:
 MEANS: dict[str, Callable[[Node], Node]] = {"exp2": exp2, "log2": log2, "cbrt": cbrt}
 
 
+def _lines(x: Node, lines: tuple[Line, ...], pick: str) -> Node:
+    """The smallest or largest (`pick`) of slope * x + offset."""
+    values = [ir.op("add", ir.op("mul", x, _f(a)), _f(b)) if b else ir.op("mul", x, _f(a)) for a, b in lines]
+    while len(values) > 1:  # pairs of pairs: the chain is as short as can be
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [ir.op(pick, a, b) for a, b in pairs] + values[len(values) & ~1 :]
+    return values[0]
+
+
+def _size(x: Node, law: Law) -> Node:
+    """|x|: no product, or the slopes, some of them 10^6, would be gathered with the reciprocal of a tiny scale."""
+    return ir.op("abs", x) if law.signed else ir.op("max", x, _f(0.0))
+
+
+def lookup(x: Node, law: Law) -> Node:
+    """The entry number x of a table with a law."""
+    k = ir.op("cast", ir.op("sub", x, _i(law.zero)), attr=dtypes.f32)
+    size = _lines(ir.op("abs", k) if law.signed else k, law.lookup, "max")
+    if law.zero >= 0:
+        size = ir.op("max", size, _f(0.0))
+    if law.top is not None:
+        size = ir.op("min", size, _f(law.cap))
+    return ir.op("where", ir.op("lt", k, _f(0.0)), ir.op("neg", size), size) if law.signed else size
+
+
+def search(x: Node, law: Law) -> Node:
+    """The code of x in a table with a law."""
+    size = _lines(_size(x, law), law.search, "min")
+    if law.least:
+        size = ir.op("max", size, _f(float(law.least)))
+    k = ir.op("rint", ir.op("min", size, _f(float(law.most))))
+    if law.signed:
+        k = ir.op("where", ir.op("lt", x, _f(0.0)), ir.op("neg", k), k)
+    if law.top is not None:
+        k = ir.op("where", ir.op("lt", x, _f(law.top)), k, _f(law.most + 1.0))
+    return ir.op("cast", ir.op("add", k, _f(float(law.zero))), attr=dtypes.i32)
+
+
+def place_by_law(x: Node, law: Law) -> Node:
+    """The place of x among the entries of a table with a law."""
+    y = _lines(_size(x, law), law.place, "min")
+    if law.least:
+        y = ir.op("max", y, _f(float(law.least)))
+    y = ir.op("min", y, _f(float(law.most)))
+    if law.signed:
+        y = ir.op("where", ir.op("lt", x, _f(0.0)), ir.op("neg", y), y)
+    if law.top is not None:
+        slope, offset = through((law.last, float(law.most)), (law.cap, law.most + 1.0))
+        above = ir.op("add", ir.op("mul", x, _f(slope)), _f(offset))
+        y = ir.op("where", ir.op("lt", _f(law.last), x), above, y)
+    return ir.op("add", y, _f(float(law.zero)))
+
+
+def place(x: Node, table: Table) -> Node:
+    """The place of x among the entries of any table, as optgen.lang.values has it."""
+    last = _i(len(table.values) - 1)
+    below = ir.op("search", x, attr=table.following)
+    low = ir.op("lookup", below, attr=table)
+    high = ir.op("lookup", ir.op("min", ir.op("add", below, _i(1)), last), attr=table)
+    part = ir.op("div", ir.op("sub", x, low), ir.op("sub", high, low))
+    part = ir.op("where", ir.op("lt", _f(0.0), part), part, _f(0.0))
+    return ir.op("add", ir.op("cast", below, attr=dtypes.f32), ir.op("where", ir.op("lt", low, high), part, _f(0.0)))
+
+
+LAWS: dict[str, Callable[[Node, Law], Node]] = {"lookup": lookup, "search": search, "place": place_by_law}
+
+
 def decompose(program: Program) -> Program:
     """See the module's docstring."""
+    fired: set[str] = set()
 
     def rule(node: Node) -> Node:
+        if node.op in LAWS and node.attr.law is not None and program.maths == "fast":
+            fired.add("table")
+            return LAWS[node.op](node.args[0], node.attr.law)
+        if node.op == "place":
+            return place(node.args[0], node.attr)
         if node.op in MEANS and node.space != spaces.host:
             return MEANS[node.op](*node.args)
         return node
 
-    return replace(program.map(Rewriter(rule)))
+    new = program.map(Rewriter(rule))
+    return replace(new, rules=tuple(sorted({*new.rules, *fired})))

@@ -239,4 +239,4 @@ def fold(program: Program) -> Program:
     if distributed:
         group.fired.add("distribute")
     program = program.map(Rewriter(exact))
-    return replace(program, rules=tuple(sorted(group.fired)))
+    return replace(program, rules=tuple(sorted({*program.rules, *group.fired})))

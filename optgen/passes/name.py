@@ -21,6 +21,8 @@ RESERVED = {
     *dir(builtins),
     *"tl triton torch g_ptr step_key stream_key place MASKED at at_block live live_block index".split(),
     *"get put pointer reciprocal inverse rint sign minus rotl block_max block_min block_magnitude".split(),
+    "lookup",
+    "search",
     *"widened counter joined byte opaque packed unpacked at_eight live_eight".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
     *"term fold down larger".split(),

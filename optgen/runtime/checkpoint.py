@@ -14,6 +14,7 @@ A group says in which version of this format its states are, under "format"; `MI
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +38,14 @@ def _say_the_version(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[di
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version,)
+def _plans_of_single_parameters(
+    group: dict[str, Any], entries: dict[Any, Any]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """1 -> 2: the same; since then a group may have "overrides", which version 1 would not see."""
+    return group, entries
+
+
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
@@ -286,7 +294,8 @@ def select(
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
-    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, p.numel() < chosen.limit, flags)
+    small, vector = p.numel() < chosen.limit, p.ndim < 2
+    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, small, flags, vector)
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
@@ -326,6 +335,7 @@ def _load_one(
     try:
         plan_name, plan, variant = select(cls, group, p, label)
         errors = None if own else found.get("error_bits")
+        codes = {} if own else foreign.codes(found, variant.states)
         found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
@@ -349,12 +359,19 @@ def _load_one(
     made = _scalars(variant, found, dense, where, misfits)
     if dense:
         _numbers(found, variant.states, where, misfits)
+        if variant.of_whole and parts is not None and parts.layout.dims():
+            misfits.add(
+                f"{where}: its states are kept with statistics of whole rows and columns, which parts on several ranks "
+                f"do not have: load dense states on one rank, save, and load that"
+            )
         if len(misfits.lines) == before:
             values = {key: found[key].to(p.device) for key in variant.states}
             room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
             exact = low_bits.exact(p) if exact is None else exact
             wanted = variant.names if exact is None else (*variant.names, "p")
             made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
+            if codes and parts is None:
+                _keep_codes(plan, variant, p, values, codes, made)
             if exact is not None:
                 shown = made.pop("p")
                 if parts is not None and parts.gathered:  # p is a copy of all of it
@@ -371,6 +388,40 @@ def _load_one(
         _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
+
+
+def _keep_codes(
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    values: Mapping[str, Tensor],
+    codes: Mapping[str, tuple[Tensor, Tensor]],
+    made: dict[str, Any],
+) -> None:
+    """Puts another package's own codes and scales into `made` where the plan reads them as the very same numbers.
+
+    Encoding the numbers anew would not give them back where a table has no -1: a block's largest magnitude is then
+    less than the scale it was made with.
+    """
+    trial = dict(made)
+    for name, (code, scale) in codes.items():
+        own = {f.name: f for f in variant.fields if f.owner == name}
+        to, beside = own.get(name), own.get(f"{name}_scale")
+        if to is None or beside is None or len(own) > 2:
+            continue
+        if (to.torch_dtype, beside.torch_dtype) != (code.dtype, scale.dtype):
+            continue
+        shapes = layout.field_shape(to, p.shape), layout.field_shape(beside, p.shape)
+        whole = layout.grid(p.shape)[1] % beside.per == 0
+        if whole and (code.numel(), scale.numel()) == (math.prod(shapes[0]), math.prod(shapes[1])):
+            trial[name] = code.reshape(shapes[0]).to(p.device, copy=True)
+            trial[f"{name}_scale"] = scale.reshape(shapes[1]).to(p.device, copy=True)
+    changed = [name for name in codes if trial.get(name) is not made.get(name)]
+    read = layout.decode(plan, variant, p, trial, changed) if changed else {}
+    for name in changed:
+        if torch.equal(read[name], values[name].to(torch.float32)):
+            for field in (name, f"{name}_scale"):
+                made[field].copy_(trial[field])
 
 
 def _true_rounding(
@@ -401,7 +452,7 @@ def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
     """Whether an entry holds torch's dense tensors of the states, not the variant's own fields."""
     if not variant.fields:
         return False
-    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if f.space != "elem"}
+    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if not f.wide}
     dense = all(
         isinstance(value := found.get(name), Tensor)
         and value.is_floating_point()

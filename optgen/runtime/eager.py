@@ -7,6 +7,7 @@ run along the columns of a row and never across rows; the last block of a row ma
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from optgen.runtime import sums
 from optgen.runtime.matrices import newton_schulz
 
 __all__ = [
-    "Blocks", "block_max", "block_min", "few_max", "few_sum", "newton_schulz", "put", "quotient", "rotl",
-    "rows_and_columns", "scalars", "sqrt",
+    "Blocks", "block_max", "block_min", "few_max", "few_sum", "lookup", "newton_schulz", "put", "quotient", "rotl",
+    "rows_and_columns", "scalars", "search", "sqrt",
 ]  # fmt: skip
 
 
@@ -173,6 +174,22 @@ def block_min(x: Tensor, live: Tensor | None) -> Tensor:
     if live is not None:
         x = torch.where(live, x, torch.iinfo(x.dtype).max)
     return x.amin(-1, keepdim=True)
+
+
+@lru_cache(maxsize=256)
+def _entries(table: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)
+
+
+def lookup(x: Tensor, table: tuple[float, ...]) -> Tensor:
+    """fp32: the entry number x (int32) of a table, 0 <= x < its length."""
+    return _entries(table, x.device)[x.long()]
+
+
+def search(x: Tensor, table: tuple[float, ...]) -> Tensor:
+    """int32: how many entries of a rising table are <= x (fp32); 0 for a NaN."""
+    found = torch.searchsorted(_entries(table, x.device), x.contiguous(), right=True, out_int32=True)
+    return torch.where(x == x, found, 0)
 
 
 def scalars(p: Tensor, *values: float) -> tuple[Tensor, ...]:

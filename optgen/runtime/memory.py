@@ -69,11 +69,15 @@ class Memory:
     def __str__(self) -> str:
         lines = [("weights", self.weights), *self.states.items(), ("total", self.total)]
         width = max(len(name) for name, _ in lines)
-        plans = ", ".join(dict.fromkeys(p.plan for p in self.parameters))
-        table = [f"{len(self.parameters)} tensors, {self.numel:,} elements, plan {plans or 'none'}"]
+        plans = list(dict.fromkeys(p.plan for p in self.parameters))
+        table = [f"{len(self.parameters)} tensors, {self.numel:,} elements, plan {', '.join(plans) or 'none'}"]
         for name, size in lines:
             per = size / self.numel if self.numel else 0.0
             table.append(f"  {name:<{width}}  {human(size):>10}  {per:8.4f} bytes per element")
+        for plan in plans if len(plans) > 1 else ():
+            part = Memory(tuple(p for p in self.parameters if p.plan == plan))
+            tensors = f"{len(part.parameters)} tensor{'s' * (len(part.parameters) > 1)}"
+            table.append(f"  {plan}: {tensors}, {part.numel:,} elements, {part.per_element:.4f} bytes each")
         return "\n".join(table)
 
 

@@ -176,20 +176,63 @@ class Chunk:
                 low_bits.drop(m.p)
 
 
+class Room:
+    """Host memory that several take turns in, and what the last one said of its copies back."""
+
+    __slots__ = ("memory", "sent", "token")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.sent = memory, False
+        self.token: Any = None
+
+    def enter(self, move: Mover) -> None:
+        """Until the one before has left."""
+        if self.sent:
+            move.wait(self.token)
+            self.sent = False
+
+    def leave(self, token: Any) -> None:
+        self.token, self.sent = token, True
+
+
 class Crew:
-    """Streams by device, and the thread that works on the host; made when first needed."""
+    """Streams by device, and the thread that works on the host; made when first needed.
+
+    Also two rooms by device for parts of one optimizer that are never at work at once, as large as any of them needs.
+    """
 
     def __init__(self, make: Callable[[torch.device], Mover]) -> None:
         self._make = make
         self._movers: dict[torch.device, Mover] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # backward runs a thread per device
+        self._expected: dict[torch.device, int] = {}
+        self._rooms: dict[torch.device, list[Room]] = {}
+        self._turns: dict[torch.device, int] = {}
 
     def mover(self, device: torch.device) -> Mover:
         with self._lock:
             if device not in self._movers:
                 self._movers[device] = self._make(device)
             return self._movers[device]
+
+    def expect(self, device: torch.device, size: int) -> None:
+        """Some part will ask for so many bytes: the first room that is made is large enough for it."""
+        with self._lock:
+            self._expected[device] = max(size, self._expected.get(device, 0))
+
+    def room(self, device: torch.device, size: int) -> Room:
+        """One of the two rooms for parts, in turns; a part that keeps its room finds its tensors at the same place."""
+        move = self.mover(device)
+        with self._lock:
+            most = self._expected[device] = max(size, self._expected.get(device, 0))
+            turn = self._turns[device] = 1 - self._turns.get(device, 1)
+            rooms = self._rooms.setdefault(device, [])
+            if turn == len(rooms):
+                rooms.append(Room(move.room(most)))
+            elif rooms[turn].memory.numel() < size:  # who is in the old one stays there
+                rooms[turn] = Room(move.room(most))
+            return rooms[turn]
 
     def worker(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -206,8 +249,11 @@ class Offload:
         make: Callable[[torch.device], Mover] = mover,
         resident: Sequence[str] = ("cpu",),
         crew: Crew | None = None,
+        part: bool = False,
     ) -> None:
-        """resident   types of devices whose parameters stay where they are"""
+        """resident   types of devices whose parameters stay where they are
+        part       whether this one steps some parameters of an optimizer, others beside it the rest, one at a time
+        """
         self._resident = resident
         self._crew = Crew(make) if crew is None else crew
         self.active = False
@@ -215,10 +261,17 @@ class Offload:
         self._chunks: list[Chunk] = []
         self._grads: list[list[Tensor]] = []
         self._rooms: list[Tensor] = []
+        self._part = part
+        self._room: Room | None = None
 
     def alike(self) -> Offload:
-        """Another one, with rooms of its own, that moves in the same way by the same streams and thread."""
-        return Offload(resident=self._resident, crew=self._crew)
+        """One for a part of the same optimizer: it moves by the same streams and thread, through rooms of all parts."""
+        return Offload(resident=self._resident, crew=self._crew, part=True)
+
+    def expect(self, p: Tensor) -> None:
+        """This parameter, with a gradient of its own dtype, will be moved if its group says so."""
+        if p.device.type not in self._resident:
+            self._crew.expect(p.device, 2 * _lines(p.numel() * p.element_size()))
 
     def forget_tables(self) -> None:
         """The room that kernels need between stages, of every chunk."""
@@ -251,6 +304,8 @@ class Offload:
                     move = self._mover(chunk)
                     pairs = [(twin, m.p) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
                     pairs += [(g, m.p.grad) for g, m in zip(grads, chunk.members, strict=True) if m.p.grad is not None]
+                    if self._room is not None:
+                        self._room.enter(move)
                     token = move.fetch(pairs)
                     back.append(
                         (chunk, self._crew.worker().submit(self._run, optimizer, chunk, grads, move, token, threads))
@@ -259,6 +314,8 @@ class Offload:
                 wait([future for _, future in back])
             for chunk, future in back:
                 self._mover(chunk).join([future.result()])
+                if self._room is not None:
+                    self._room.leave(future.result())
 
     def _run(
         self, optimizer: Optimizer, chunk: Chunk, grads: Sequence[Tensor], move: Mover, token: Any, threads: int
@@ -332,9 +389,14 @@ class Offload:
             )
         divided = _divided(leaving, float("inf") if sums else CHUNK)
         rooms: list[Tensor] = []
-        for k in range(min(2, len(divided))):
-            size = max(_place(chunk)[1] for chunk in divided[k::2])
-            rooms.append(self._crew.mover(leaving[0].p.device).room(size))
+        self._room = None
+        if self._part and len(divided) == 1:
+            self._room = self._crew.room(leaving[0].p.device, _place(leaving)[1])
+            rooms.append(self._room.memory)
+        else:
+            for k in range(min(2, len(divided))):
+                size = max(_place(chunk)[1] for chunk in divided[k::2])
+                rooms.append(self._crew.mover(leaving[0].p.device).room(size))
         self._rooms, self._chunks, self._grads = rooms, [], []
         if staying:
             self._chunks.append(Chunk(optimizer, staying, None, sums))
@@ -375,10 +437,15 @@ def _place(members: Sequence[Member]) -> tuple[list[tuple[int, int]], int]:
     for m in members:
         assert m.p.grad is not None
         weight = end
-        end += -(-m.p.numel() * m.p.element_size() // LINE) * LINE
+        end += _lines(m.p.numel() * m.p.element_size())
         places.append((weight, end))
-        end += -(-m.p.numel() * m.p.grad.element_size() // LINE) * LINE
+        end += _lines(m.p.numel() * m.p.grad.element_size())
     return places, max(end, LINE)
+
+
+def _lines(size: int) -> int:
+    """Bytes of the whole cache lines that so many bytes fill."""
+    return -(-size // LINE) * LINE
 
 
 def _views(members: Sequence[Member], room: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -86,7 +86,7 @@ class Choice:
 
     __slots__ = (
         "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "own", "plan",
-        "small",
+        "small", "vector",
     )  # fmt: skip
 
     def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool, own: str | None) -> None:
@@ -107,17 +107,20 @@ class Choice:
         flags = options.flags_of(cls, group)
         self.large = plans.variant(self.plan, p.dtype, False, flags)
         self.small = plans.variant(self.plan, p.dtype, True, flags)
+        self.vector = plans.variant(self.plan, p.dtype, False, flags, True)
 
     def variant(self, p: Tensor) -> Variant:
         if self._by_shape is not None:
             return self._by_shape.get(p.shape) or self._find(p)
-        return self.small if self.limit and p.numel() < self.limit else self.large
+        if self.limit and p.numel() < self.limit:
+            return self.small
+        return self.large if p.ndim >= 2 else self.vector
 
     def _find(self, p: Tensor) -> Variant:
         """Where flags follow the shape, every shape has its variant."""
         assert self._by_shape is not None
         flags = options.flags_of(self._cls, self._group, tuple(p.shape))
-        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags)
+        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags, p.ndim < 2)
         self._by_shape[p.shape] = found
         return found
 
@@ -136,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
     overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
               or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
               less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
-    model     the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
+    module    the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
               names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
@@ -167,7 +170,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         plan: PlanOption = None,
         overrides: rules.Given = None,
-        model: torch.nn.Module | None = None,
+        module: torch.nn.Module | None = None,
         backend: str = "auto",
         seed: int = 0,
         foreach: bool | None = None,
@@ -181,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
         asked["differentiable"] = differentiable
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
-        self._rules = rules.Rules(type(self), overrides, model)
+        self._rules = rules.Rules(type(self), overrides, module)
         super().__init__(params, defaults)
         if self._rules.rules:
             labels = [entry.name for entry in self._entries()]
@@ -198,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
         self._offload = offload.Offload()
         self._room: Arena | None = None
         self._strays: int | None = 0
-        """Steps that found no gradient; None: something was said, or there is nothing to say (of a part)."""
+        """Steps in a row that found no gradient; None: something was said, or there is nothing to say (of a part)."""
 
     def _forget_tables(self) -> None:
         """What kernels read beside the tensors, and the room in which they leave values for one another."""
@@ -358,11 +361,13 @@ class Optimizer(torch.optim.Optimizer):
             _, plan, usual = checkpoint.select(cls, group, p, name)
             sometimes = tuple((flag.name, True) for flag in cls.FLAGS if flag.every is not None)
             if usual.needs_matrix or plans.at_step(plan, usual, sometimes).needs_matrix:
-                label = state.label(p, name)
-                raise ValueError(
-                    f"{cls.__name__}: {label} has no rows and columns, whose statistics this rule needs; "
-                    f"give such parameters to another optimizer"
-                )
+                raise self._no_matrix(p, name)
+
+    def _no_matrix(self, p: Tensor, name: Label) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: {state.label(p, name)} has no rows and columns, whose statistics this rule needs; "
+            f"give such parameters to another optimizer"
+        )
 
     def _refuse_layouts(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
         """ValueError for a parameter of several ranks whose parts no kernel can update."""
@@ -421,8 +426,8 @@ class Optimizer(torch.optim.Optimizer):
         """The step proper; torch.compile leaves it as it is (one graph break)."""
         scaler = control.Scaler.of(self) if self._step_supports_amp_scaling else None
         if self._offload.active or any(group.get("offload") for group in self.param_groups):
-            self._offload.step(self, scaler)
             self._look_for_strays()
+            self._offload.step(self, scaler)
             return
         if not self._replay.again(self.param_groups, self.state, scaler):
             with torch.no_grad():
@@ -430,8 +435,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
-        buckets = self._buckets(scaler)
         self._look_for_strays()
+        buckets = self._buckets(scaler)
         if not buckets:
             return
         shared.check(buckets)
@@ -472,19 +477,14 @@ class Optimizer(torch.optim.Optimizer):
         """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
         if self._strays is None:
             return
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        trained = sum(p.grad is not None for p in params)
-        if trained == len(params):
-            return
-        del params
-        said = ""
-        if places := set(strays.found(self.param_groups, self._dtypes, self.state)):
-            labels = [state.label(e.p, e.name) for e in self._entries() if e.position in places]
-            said = strays.nothing_refers(type(self).__name__, labels, trained)
-        elif not trained and not self.state:
-            self._strays += 1
-            if self._strays == strays.IDLE:
-                said = strays.never_a_gradient(type(self).__name__, sum(len(g["params"]) for g in self.param_groups))
+        owner, said = type(self).__name__, ""
+        found = strays.look(self.param_groups, self._dtypes, self.state)
+        self._strays = 0 if found.trained else self._strays + 1
+        if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
+            labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
+            said = strays.nothing_refers(owner, labels, found.trained)
+        elif self._strays == strays.IDLE and not self.state:
+            said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
         if said:
             self._strays = None
             warnings.warn(said, stacklevel=3)
@@ -608,6 +608,9 @@ class Optimizer(torch.optim.Optimizer):
         if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
             return []
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
+        for b, i in fresh:  # thawed since it was given
+            if b.variant.needs_matrix and len(b.params[i].shape) < 2:
+                raise self._no_matrix(b.params[i], b.names[i])
         whole.collect(buckets.values())
         arenas = self._arenas(fresh)
         groups = self.param_groups

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import ge, gt, le, lt
@@ -51,55 +51,62 @@ class Member:
 
 
 class Rule:
-    """One entry of `overrides`."""
+    """One entry of `overrides`.  Modules and parameters are remembered weakly."""
 
     def __init__(self, owner: str, key: Any, value: Value, has_model: bool) -> None:
-        self.key, self.value, self.used = key, value, False
-        self.module: weakref.ref[nn.Module] | None = None
-        self.param: weakref.ref[Tensor] | None = None
+        self.value, self.used = value, False
+        self.pattern: str | None = None
         self.size: tuple[Callable[[int, int], bool], int] | None = None
+        self.kind: type[nn.Module] | None = None
+        self.target: weakref.ref[Any] | None = None
+        self.shown = repr(key)
         if isinstance(key, str):
             size = _SIZE.fullmatch(key)
             if size is not None:
                 self.size = _COMPARE[size[1]], int(size[2])
             elif re.match(r"\s*numel\b", key):
                 raise ValueError(f"{owner}: overrides: expected a size such as 'numel < 16384', got {key!r}")
-            return
-        if isinstance(key, nn.Module):
-            self.module = weakref.ref(key)
+            else:
+                self.pattern = key
+        elif isinstance(key, nn.Module):
+            self.target, self.shown = weakref.ref(key), f"the module {type(key).__name__}"
         elif isinstance(key, Tensor):
-            self.param = weakref.ref(key)
+            self.target, self.shown = weakref.ref(key), f"a parameter of shape {list(key.shape)}"
         elif isinstance(key, type) and issubclass(key, nn.Module):
             if not has_model:
                 raise ValueError(
                     f"{owner}: overrides: {key.__name__} is a class of modules, and parameters do not say in which "
-                    f"modules they are: give the model as well, {owner}(..., model=model)"
+                    f"modules they are: give the model as well, {owner}(..., module=model)"
                 )
+            self.kind, self.shown = key, key.__name__
         else:
             raise TypeError(
                 f"{owner}: overrides: a key must be a pattern of parameter or module names, a size such as "
                 f"'numel < 16384', a module, a class of modules or a parameter, got {key!r:.80}"
             )
 
-    def holds(self, member: Member) -> bool:
-        key = self.key
+    @property
+    def portable(self) -> bool:
+        """Whether it means something where the model is another object."""
+        return self.pattern is not None or self.size is not None
+
+    def targets(self) -> frozenset[int]:
+        """ids of the parameters that a module or parameter stands for, as it is now."""
+        found = None if self.target is None else self.target()
+        if isinstance(found, nn.Module):
+            return frozenset(map(id, found.parameters()))
+        return frozenset() if found is None else frozenset((id(found),))
+
+    def holds(self, member: Member, targets: Collection[int]) -> bool:
         if self.size is not None:
             return self.size[0](member.p.numel(), self.size[1])
-        if isinstance(key, str):
-            return any(fnmatchcase(name, key) for name in member.names)
-        if self.module is not None:
-            module = self.module()
-            return module is not None and any(p is member.p for p in module.parameters())
-        if self.param is not None:
-            return self.param() is member.p
-        return member.classes is not None and any(issubclass(found, key) for found in member.classes)
-
-    def __str__(self) -> str:
-        if isinstance(self.key, str):
-            return repr(self.key)
-        if isinstance(self.key, Tensor):
-            return f"a parameter of shape {list(self.key.shape)}"
-        return self.key.__name__ if isinstance(self.key, type) else f"the module {type(self.key).__name__}"
+        if self.pattern is not None:
+            pattern = self.pattern
+            return any(fnmatchcase(name, pattern) for name in member.names)
+        if self.kind is not None:
+            kind = self.kind
+            return member.classes is not None and any(issubclass(found, kind) for found in member.classes)
+        return id(member.p) in targets
 
 
 class Rules:
@@ -108,7 +115,7 @@ class Rules:
     def __init__(self, cls: type, given: Given = None, model: nn.Module | None = None) -> None:
         owner = cls.__name__
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"{owner}: model must be a torch.nn.Module or None, got {type(model).__name__}")
+            raise TypeError(f"{owner}: module must be a torch.nn.Module or None, got {type(model).__name__}")
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"{owner}: overrides must be a dict such as {{'*embed*': 'fp32'}}, or None, got {given!r:.80}"
@@ -117,14 +124,14 @@ class Rules:
         self.rules = [Rule(owner, key, value, model is not None) for key, value in (given or {}).items()]
         for rule in self.rules:
             if not isinstance(rule.value, str):
-                raise TypeError(f"{owner}: overrides[{rule}]: expected a plan's name, got {rule.value!r:.80}")
+                raise TypeError(f"{owner}: overrides[{rule.shown}]: expected a plan's name, got {rule.value!r:.80}")
             if rule.value not in (FP32, plans.FULL):
                 plans.load(cls, rule.value)
         self._model = None if model is None else weakref.ref(model)
 
     def portable(self) -> Rules | None:
         """Those that can be pickled: patterns and sizes."""
-        kept = [rule for rule in self.rules if isinstance(rule.key, str)]
+        kept = [rule for rule in self.rules if rule.portable]
         if not kept:
             return None
         made = object.__new__(Rules)
@@ -156,8 +163,9 @@ class Rules:
     def apply(self, members: Iterable[Member]) -> list[str | None]:
         """What is asked for each."""
         found: list[str | None] = []
+        targets = [rule.targets() for rule in self.rules]
         for member in members:
-            holding = [rule for rule in self.rules if rule.holds(member)]
+            holding = [rule for rule, ids in zip(self.rules, targets, strict=True) if rule.holds(member, ids)]
             for rule in holding:
                 rule.used = True
             found.append(holding[0].value if holding else None)
@@ -176,19 +184,19 @@ class Rules:
         if not unused:
             return
         rule, names = unused[0], list(dict.fromkeys(name for m in members for name in m.names[:1]))
-        if isinstance(rule.key, str) and not names:
+        if rule.pattern is not None and not names:
             raise ValueError(
-                f"{self.owner}: overrides: {rule} is a pattern of names, and the parameters have none: give "
-                f"model.named_parameters(), or the model as well, {self.owner}(..., model=model)"
+                f"{self.owner}: overrides: {rule.shown} is a pattern of names, and the parameters have none: give "
+                f"model.named_parameters(), or the model as well, {self.owner}(..., module=model)"
             )
-        close = difflib.get_close_matches(rule.key, names, n=1) if isinstance(rule.key, str) else []
+        close = difflib.get_close_matches(rule.pattern, names, n=1) if rule.pattern is not None else []
         guess = f"; did you mean {close[0]!r}?" if close else ""
-        if isinstance(rule.key, nn.Module):
+        if rule.target is not None:
             guess = (
                 ": it has been replaced, copied or sharded since, or its parameters were not given; make the optimizer "
                 "from the model as it is now"
             )
-        raise ValueError(f"{self.owner}: overrides: {rule} matches no parameter{guess}")
+        raise ValueError(f"{self.owner}: overrides: {rule.shown} matches no parameter{guess}")
 
 
 def _called(name: str) -> list[str]:
@@ -225,11 +233,13 @@ def _refuse_missing(cls: type, name: str, dtype: torch.dtype) -> None:
 
 
 def _keeps_fp32(module: Any, dtype: torch.dtype) -> bool:
-    """Whether small tensors have all of their states in fp32."""
+    """Whether small tensors have all of their states as they are, in fp32."""
     fitting = [v for v in module.VARIANTS if v.param == dtype_name(dtype)]
     small = [v for v in fitting if v.small] or fitting
-    states = [f for v in small for f in v.fields if f.owner != "p"]
-    return bool(small) and all(f.torch_dtype == torch.float32 and f.per == 1 for f in states)
+    plain = all(v.is_plain(name) for v in small for name in v.states)
+    return (
+        bool(small) and plain and all(f.torch_dtype == torch.float32 for v in small for f in v.fields if f.owner != "p")
+    )
 
 
 def recorded(cls: type, value: Any) -> plans.Recorded:

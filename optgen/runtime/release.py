@@ -50,6 +50,7 @@ class One:
         self.p, self.number, self.place, self.name = p, number, place, name
         self.group: dict[str, Any] = {}
         self.stepper = alone.part(optimizer, [self.group])
+        self.stepper._offload.expect(p)
         known = optimizer._dtypes.get(id(p))
         if known is not None:
             self.stepper._dtypes[id(p)] = known
@@ -315,6 +316,7 @@ class Release:
         if any(value is not None for value in left):
             raise RuntimeError(SCALED.format(type(self.optimizer).__name__))
         with self._lock, torch.no_grad():
+            before = list(self._ones.values())
             self.attach()
             for one in self._ones.values():
                 if one.summed or one.p.grad is not None:
@@ -322,7 +324,7 @@ class Release:
                     self._clip_one(one)
             if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
                 self.optimizer._update()
-            for one in self._ones.values():
+            for one in (*before, *self._ones.values()):  # those that were frozen since their gradient came as well
                 one.p.grad = None
                 one.summed = 0
             if self._norms:

@@ -9,28 +9,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 IDLE = 2
-"""Steps without any gradient after which an optimizer that never had one says so: one may be there for a scheduler."""
+"""Steps in a row without any gradient after which something is said: one may be there for a scheduler."""
 
 
-def found(groups: Sequence[Mapping[str, Any]], known: Collection[int], state: Mapping[Any, Any]) -> list[int]:
-    """Positions of trainable parameters without a gradient that nothing but the optimizer refers to.
+@dataclass
+class Found:
+    """What a step finds before it begins.
 
-    known   ids of those that the optimizer holds once more
+    trained      how many parameters have a gradient
+    others_live  whether one of these is referred to by something else: a model, not only the optimizer
+    places       positions of trainable parameters without one that nothing but the optimizer refers to
     """
-    places, position = [], 0
+
+    trained: int = 0
+    others_live: bool = False
+    places: set[int] = field(default_factory=set)
+
+
+def look(groups: Sequence[Mapping[str, Any]], known: Collection[int], state: Mapping[Any, Any]) -> Found:
+    """known   ids of parameters that the optimizer holds once more"""
+    found = Found()
+    position = -1
     for group in groups:
         params = group["params"]
-        for i in range(len(params)):
-            if params[i].grad is None and params[i].requires_grad:
-                # the list, the argument, and what the optimizer notes of it
-                own = 2 + (id(params[i]) in known) + (params[i] in state)
-                if sys.getrefcount(params[i]) <= own:
-                    places.append(position + i)
-        position += len(params)
-    return places
+        for i in range(len(params)):  # a loop over the parameters themselves would refer to them
+            position += 1
+            without = params[i].grad is None
+            if without and not params[i].requires_grad:
+                continue
+            if not without:
+                found.trained += 1
+                if found.others_live:
+                    continue
+            # the list, the argument, and what the optimizer notes of it
+            alone = sys.getrefcount(params[i]) <= 2 + (id(params[i]) in known) + (params[i] in state)
+            if not without:
+                found.others_live = not alone
+            elif alone:
+                found.places.add(position)
+    return found
 
 
 def nothing_refers(owner: str, labels: Sequence[str], trained: int) -> str:

@@ -17,10 +17,15 @@ L9  a running maximum without decay, stochastically, climbs: what is rounded up 
     wanders
 L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
+L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
+L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
+L14 means of rows and columns keep no element's maximum
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,15 +33,19 @@ from typing import Any, Literal
 
 from optgen.base.errors import UserError
 from optgen.formats.blocked import Blocked
+from optgen.formats.codebook import Codebook
+from optgen.formats.factored import Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Noise
+from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
+from optgen.formats.rank1 import Rank1
 from optgen.ir import node as ir
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
-from optgen.ops import dtypes, spaces
+from optgen.ops import dtypes, spaces, tables
 from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds
 
@@ -117,6 +126,11 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
         return []
     out = _of_format(fmt, nonneg)
     kind, decay = recurrence.kind, recurrence.decay
+    if isinstance(fmt, Factored):  # in fp32: nothing that adds up is rounded away
+        if kind == "max":
+            reason = "a maximum of each element is not a maximum of means: what is kept of it can become smaller again"
+            out.append(("L14", "warning", reason))
+        return out
     nearest = fmt.noise_bits == 0
     if kind == "ema" and nearest and decay is not None:
         out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
@@ -151,14 +165,25 @@ def _of_format(fmt: Format, nonneg: bool) -> list[Verdict]:
         out.append(("L3", "error", "the format has no exact 0: a state without gradients would drift"))
     if isinstance(fmt, Float) and fmt.dtype is dtypes.f16:
         out.append(("L5", "error", "f16 turns moments beyond 65504 into Inf and those under 2^-25 into 0"))
-    if isinstance(fmt, Blocked):
-        scale = fmt.scale
-        if scale.name == "e8m0" and fmt.noise_bits == 0 and fmt.bits <= 5:
+    if isinstance(fmt, Codebook) and fmt.shrinks < 1:
+        kept, lacking = fmt.shrinks, -1 if fmt.table[-1] == 1 else 1
+        reason = (
+            f"the table has no {lacking}: a block whose largest magnitude has that sign keeps {kept:.4g} of it at each "
+            f"store, {kept**10:.2g} after ten"
+        )
+        out.append(("L12", "warning", reason))
+    if nonneg and isinstance(fmt, (Codebook, Fp8)) and not fmt.positive:
+        reason = "what is small beside the largest of its block reads as 0, and the step is divided by eps alone"
+        out.append(("L13", "warning", reason))
+    if isinstance(fmt, (Blocked, Codebook, Fp8)):
+        scale, reach = fmt.scale, fmt.largest if isinstance(fmt, Fp8) else 1.0
+        if isinstance(fmt, Blocked) and scale.name == "e8m0" and fmt.noise_bits == 0 and fmt.bits <= 5:
             out.append(
                 ("L4", "error", f"{fmt.bits}-bit codes under power-of-two scales, to nearest, gain on every step")
             )
-        if scale.high < HIGH or scale.low > LOW:
-            reason = f"its scales cover {scale.low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
+        low = (scale if isinstance(fmt, Blocked) else fmt).low * reach
+        if scale.high < HIGH or low > LOW:
+            reason = f"its scales cover {low:.2g} to {scale.high:.3g} only: blocks beyond overflow or freeze"
             out.append(("L5", "error", reason))
         if scale.literal:
             reason = (
@@ -218,7 +243,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
 
     The scale is held by another element of the block.
     """
-    if isinstance(fmt, Blocked):
+    if isinstance(fmt, (Blocked, Rank1)):
         n, f, g = fmt.codes, fmt.compander.curve, fmt.compander.inverse
         stuck = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
         return len(stuck), float(g(max(stuck) / n)) if stuck else 0.0, "scale"
@@ -227,9 +252,17 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
         first = 1 << {"bf16": 7, "f16": 10}[fmt.dtype.name]
         count = sum((1 - decay) * m <= 0.5 for m in range(first, 2 * first))
         return count, float(count > 0), "value"
+    if isinstance(fmt, Codebook):
+        return _stuck_entries(fmt, decay)
     if isinstance(fmt, LogMinMax):
         return 1 << fmt.bits, 1.0, "value"  # unsigned: never a signed average's format
     return _measured_stuck_set(fmt, decay)
+
+
+def _stuck_entries(fmt: Codebook, decay: float) -> tuple[int, float, str]:
+    ends = (-1.0, *tables.cell_ends(fmt.table, fmt.ties), math.inf)
+    kept = [abs(x) for i, x in enumerate(fmt.table) if x and ends[i] <= decay * x < ends[i + 1]]
+    return len(kept), max(kept, default=0.0), "scale"
 
 
 def _measured_stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
@@ -256,7 +289,12 @@ def relative_cell(fmt: Format) -> float:
     if isinstance(fmt, LogMinMax):
         cell = (0.5 if fmt.of == "sqrt" else 1.0) / bounds.cells_per_unit(fmt, fmt.most)
         return float((1 + cell) ** 2 - 1 if fmt.of == "sqrt" else cell)
-    if isinstance(fmt, Blocked):
+    if isinstance(fmt, (Codebook, Fp8)):
+        positive = [x for x in bounds.readings(fmt) if x > 0]
+        normal = fmt.normal / fmt.largest if isinstance(fmt, Fp8) else 0.0
+        ratio = max(b / a for a, b in itertools.pairwise(positive) if a >= normal)
+        return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
+    if isinstance(fmt, (Blocked, Rank1)):
         g = fmt.compander.inverse
         ratio = float(g(2 / fmt.codes)) / float(g(1 / fmt.codes))
         return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
@@ -268,6 +306,7 @@ def _keeps_zero(fmt: Format) -> bool:
     """Whether 0 next to other values comes back as 0."""
     import torch
 
+    fmt = fmt.of_vectors()
     block = torch.zeros(1, 1, max(fmt.block, 2))
     block[..., 0] = 1.0
     root = torch.ones(()) if fmt.relative else None
@@ -291,7 +330,7 @@ def _wide_reductions(fmt: Format) -> tuple[str, ...]:
 def check(spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None) -> list[Finding]:
     """The findings; raises UserError for the first error unless the plan is forced, and for unproven companders."""
     for fmt in storage.states.values():
-        if isinstance(fmt, Blocked):
+        if isinstance(fmt, (Blocked, Rank1)):
             bounds.prove(fmt.compander)
     findings = lint(recurrences(spec, flags), storage)
     errors = [f for f in findings if f.severity == "error"]

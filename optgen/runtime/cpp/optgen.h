@@ -42,6 +42,19 @@ inline M where(M c, M a, M b) { return (c & a) | (~c & b); }
 // -1, 0 or 1; a zero keeps its sign, NaN stays NaN.
 inline F sign(F x) { return where(F(0.0f) < abs(x), as_float((bits(x) & I(INT32_MIN)) | I(0x3f800000)), x); }
 
+// A table's entry of each lane's number.
+template <int N> inline F lookup(const float (&table)[N], I at) { return gather(table, at); }
+// How many of a table's entries are <= x, 0 for a NaN; of 2^b - 1 entries, in b steps.
+template <int N> inline I search(const float (&table)[N], F x) {
+    static_assert((N & (N + 1)) == 0, "2^b - 1 entries");
+    I found(0);
+    for (int step = (N + 1) / 2; step; step /= 2) {
+        const I next = found + I(step);
+        found = where(gather(table, next - I(1)) <= x, next, found);
+    }
+    return found;
+}
+
 struct Larger {
     I operator()(I a, I b) const { return max(a, b); }
 };

@@ -70,6 +70,8 @@ inline I to_int(F a) { return _mm256_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm256_srli_epi32(a.v, 31); }
 inline F to_float(I a) { return _mm256_cvtepi32_ps(a.v); }
 
+inline F gather(const float *p, I at) { return _mm256_i32gather_ps(p, at.v, 4); }
+
 inline F load(const float *p) { return _mm256_loadu_ps(p); }
 inline I load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 inline I load(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }

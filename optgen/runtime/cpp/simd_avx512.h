@@ -67,6 +67,8 @@ inline I to_int(F a) { return _mm512_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm512_maskz_set1_epi32(a.v, 1); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a.v); }
 
+inline F gather(const float *p, I at) { return _mm512_i32gather_ps(at.v, p, 4); }
+
 inline F load(const float *p) { return _mm512_loadu_ps(p); }
 inline I load(const int32_t *p) { return _mm512_loadu_si512(p); }
 inline I load(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }

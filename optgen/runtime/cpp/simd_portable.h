@@ -100,6 +100,12 @@ template <class T> inline void narrow(T *p, I x) {
     for (int j = 0; j < W; j++)
         p[j] = (T)x.v[j];
 }
+inline F gather(const float *p, I at) {
+    F x;
+    for (int j = 0; j < W; j++)
+        x.v[j] = p[at.v[j]];
+    return x;
+}
 inline F load(const float *p) { F x; memcpy(&x.v, p, 16); return x; }
 inline I load(const int32_t *p) { I x; memcpy(&x.v, p, 16); return x; }
 inline I load(const uint8_t *p) { return widen(p); }

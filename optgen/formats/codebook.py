@@ -1,0 +1,175 @@
+"""Codes of 2 to 8 bits that stand for the entries of a table, under one scale per block."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats import narrow
+from optgen.formats.blocked import NOISE_BITS, check_block
+from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.scales import Scale, fp32, least_scale, pattern_of
+from optgen.lang.values import Num, bits, block_max, lookup, maximum, place, search, sqrt
+from optgen.ops.tables import Book, book, f32
+
+Ties = Literal["down", "up"]
+
+@dataclass(frozen=True)
+class Codebook(Format):
+    """One code per element, one scale per block: x = scale * table[code], scale being the block's largest |x|.
+
+    table       rising numbers in [-1, 1], at most 2^bits of them; unsigned where none is below 0; one of
+                optgen.formats.codebooks, or your own
+    name        in printed code and messages; by default the table's own
+    bits        2 to 8; codes of fewer than 8 bits are packed (narrow.py)
+    of          "sqrt" keeps the root of a nonnegative value
+    relative    keeps x / root, root being that of the rule's second moment as kept
+    rounding    stochastic: between the two entries around x / scale, so that E[decoded] = x wherever |x| / scale lies
+                between the first and the last; an entry stays
+    ties        where a number is as far from both entries: "down" takes the lower one (bitsandbytes), "up" the upper
+                one (torchao).  Distances are rounded to f32, as theirs are
+
+    Nearest encoding is idempotent where the table has the numbers of largest magnitude that it takes: 1, and -1.  A
+    table without -1 shrinks every block whose largest magnitude is negative, at each store (`shrinks`).
+    Of a table without 0 nothing becomes 0: a block of smaller numbers than `low` is kept as if that were its largest.
+    A block with an Inf or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
+    """
+
+    table: tuple[float, ...]
+    bits: int = 8
+    block: int = 256
+    scale: Scale = fp32
+    of: Literal["value", "sqrt"] = "value"
+    rounding: Rounding = "auto"
+    relative: bool = False
+    ties: Ties = "up"
+    name: str = field(default="", compare=False)
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_block("Codebook", self.bits, self.block, self.loc, 2)
+        name = self.name or getattr(self.table, "name", "") or "codebook"
+        object.__setattr__(self, "table", _checked(self.table, self.bits, self.loc))
+        object.__setattr__(self, "name", name)
+        if self.signed and self.of == "sqrt":
+            self._refuse('of negative numbers with of="sqrt"', "a table without them, or of='value'")
+        if self.ties not in ("down", "up"):
+            self._refuse(f"with ties={self.ties!r}", '"down" or "up"')
+        if self.scale.literal or not self.scale.covers:
+            self._refuse(f"under a {self.scale} scale", "one that no element exceeds, such as scales.fp32 or ue8m8")
+
+    def _refuse(self, what: str, want: str) -> None:
+        raise UserError("E305", loc=self.loc, what=f"a Codebook {what}", want=want)
+
+    def __str__(self) -> str:
+        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
+        how = "stochastic" if self.noise_bits else "nearest"
+        sign = "signed" if self.signed else "unsigned"
+        return f"{self.bits}-bit {sign} blocks of {self.block}: {what}{self.name}, {self.scale} scale, {how}"
+
+    # -- what the table says
+
+    @property
+    def signed(self) -> bool:
+        return self.table[0] < 0
+
+    @property
+    def zero(self) -> int:
+        """The code of 0, or of the smallest magnitude: what a fresh state has, under a scale of 0."""
+        return min(range(len(self.table)), key=lambda i: abs(self.table[i]))
+
+    @property
+    def shrinks(self) -> float:
+        """What a block's largest magnitude is multiplied by at each store where its sign is the worse one."""
+        return min(self.table[-1], -self.table[0]) if self.signed else self.table[-1]
+
+    @property
+    def positive(self) -> bool:
+        return self.table[0] > 0
+
+    @property
+    def low(self) -> float:
+        """The largest magnitude that smaller ones count as: in a table without 0 nothing becomes a subnormal number."""
+        return least_scale(self.scale, self.table[0] if self.positive else 0.0, self.of == "sqrt")
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
+
+    def absolute(self) -> Format:
+        return replace(self, relative=False)
+
+    @property
+    def noise_bits(self) -> int:
+        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
+
+    def fields(self) -> dict[str, Field]:
+        return narrow.fields(self.bits, self.zero) | {"scale": Field(self.scale.dtype, self.block)}
+
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        value = x / root if self.relative else x
+        if self.of == "sqrt":
+            value = sqrt(value)
+        top = block_max(bits(abs(value) if self.signed else value), self.block)
+        if self.low > self.scale.low:
+            top = maximum(top, pattern_of(self.low))
+        stored_scale, scale = self.scale.encode(top)
+        number = value / scale
+        if noise is None:
+            code = search(number, self._book.ends)
+        else:
+            # As in Blocked: 2^(23 - n) leaves n bits of fraction at the end of the pattern, where the noise is added.
+            pattern = bits(place(number, self._book.entries) + 1.5 * 2.0 ** (23 - noise.bits))
+            code = ((pattern + noise.integer()) >> noise.bits) & ((1 << self.bits) - 1)
+        return narrow.cut(code, self.bits) | {"scale": stored_scale}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        value = self._value(parts)
+        if self.of == "sqrt":
+            return value * value
+        return value * root if self.relative else value
+
+    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
+
+    def _value(self, parts: Mapping[str, Num]) -> Num:
+        code = narrow.joined(parts, self.bits)
+        return lookup(code, self._book.entries) * self.scale.decode(parts["scale"])
+
+    @property
+    def _book(self) -> Book:
+        return book(self.table, self.bits, self.ties, self.name)
+
+
+def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float, ...]:
+    """The table as f32 numbers; UserError where it is none that a Codebook can have."""
+
+    def refuse(what: str, want: str) -> UserError:
+        return UserError("E311", loc=loc, what=what, want=want)
+
+    if isinstance(table, (str, bytes)) or not isinstance(table, Sequence):
+        raise refuse(f"a {type(table).__name__}", "a tuple of numbers, such as dynamic() or (-1.0, 0.0, 1.0)")
+    for x in table:
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x):
+            raise refuse(f"{x!r} among its numbers", "finite numbers only")
+    if not 2 <= len(table) <= 1 << bits:
+        raise refuse(f"{len(table)} numbers", f"2 to {1 << bits} of them for codes of {bits} bits")
+    values = tuple(f32(x) for x in table)
+    for k, (a, b) in enumerate(itertools.pairwise(values)):
+        if a >= b:
+            what = "twice" if a == b else "above the next one"
+            raise refuse(f"number {k}, {table[k]:g}, {what}", "rising numbers, all different as fp32")
+    if values[0] < -1 or values[-1] > 1:
+        worst = values[0] if values[0] < -1 else values[-1]
+        raise refuse(f"{worst:g} among its numbers", "numbers from -1 to 1: they are multiples of the block's largest")
+    if not values[-1] > 0:
+        raise refuse("no number above 0", "positive numbers too")
+    return values

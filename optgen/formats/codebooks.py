@@ -1,0 +1,80 @@
+"""Tables for codebooks, made by the algorithms of the 8-bit and 4-bit papers; your own is a tuple of numbers."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable
+from functools import lru_cache
+
+from optgen.ops.tables import f32
+
+
+class Numbers(tuple[float, ...]):
+    """A tuple of f32 numbers with a name, which printed code and messages have."""
+
+    name: str
+
+    def __new__(cls, name: str, numbers: Iterable[float]) -> Numbers:
+        made = super().__new__(cls, numbers)
+        made.name = name
+        return made
+
+
+@lru_cache
+def dynamic(signed: bool = True, bits: int = 8, *, zero: bool = True, one: bool = True) -> Numbers:
+    """The dynamic map: decades, each cut into twice as many parts as the one below it (Dettmers, arXiv:1511.04561).
+
+    A positive entry is the middle of a part of [0.1, 1] times a power of ten.  Further entries are 0, 1 and, signed,
+    the mirror images of all but 1: a map of 2^bits entries, without a -1.  Every operation is rounded to f32 in the
+    order in which torch rounds on CPUs with AVX2: these are the bits that bitsandbytes and torchao have there (on other
+    machines torch's own `linspace`, and so their tables, differ in the last place of some entries).
+
+    zero=False  without 0, for second moments (one entry less)
+    one=False   repaired: no 1 beside the map, which is stretched until its outermost entries are 1 and -1 (by 0.7 %
+                with 8 bits, 13 % with 4), so that the largest element of a block keeps its magnitude whatever its sign
+                (one entry less)
+    """
+    exponents = bits - 1
+    positive: list[float] = []
+    low, step = f32(0.1), f32(1 - f32(0.1))
+    for i in range(exponents):
+        parts = 1 << (i + (0 if signed else 1))
+        size = step / parts
+        ends = [f32(low + size * k) if 2 * k < parts else f32(1 - size * (parts - k)) for k in range(parts + 1)]
+        unit = f32(10.0 ** (i - exponents + 1))
+        positive += [f32(unit * (f32(a + b) / 2)) for a, b in itertools.pairwise(ends)]
+    if not one:
+        positive = [f32(x / positive[-1]) for x in positive]
+    negative = [-x for x in reversed(positive)] if signed else []
+    name = f"{'' if signed else 'u'}dynamic{bits}{'' if zero else '_nozero'}{'' if one else '_symmetric'}"
+    return Numbers(name, (*negative, *([0.0] if zero else []), *positive, *([1.0] if one else [])))
+
+
+@lru_cache
+def powers(p: int = 1, bits: int = 4) -> Numbers:
+    """(k / 2^bits)^p, k from 1 on: unsigned, without 0 (Li et al., arXiv:2309.01507)."""
+    n = 1 << bits
+    name = f"power{p}_{bits}" if p != 1 else f"linear{bits}_nozero"
+    return Numbers(name, (f32((k / n) ** p) for k in range(1, n + 1)))
+
+
+def linear_nozero(bits: int = 4) -> Numbers:
+    """k / 2^bits, k from 1 on: unsigned, without 0."""
+    return powers(1, bits)
+
+
+@lru_cache
+def nf4() -> Numbers:
+    """NormalFloat of 4 bits (Dettmers et al., arXiv:2305.14314): quantiles of the normal distribution, and 0, -1, 1.
+
+    Positive entries are the quantiles of 8 probabilities from 1/2 to the outermost one, negative ones of 7, evenly
+    spaced; the outermost is the mean of 1 - 1/32 and 1 - 1/30; all are divided by its quantile.  bitsandbytes and
+    QLoRA use the numbers that SciPy gave in f32: entries agree within 3e-7.
+    """
+    normal = statistics.NormalDist()
+    most = ((1 - 1 / 32) + (1 - 1 / 30)) / 2
+    top = normal.inv_cdf(most)
+    up = [normal.inv_cdf(0.5 + (most - 0.5) * k / 8) / top for k in range(1, 9)]
+    down = [-normal.inv_cdf(0.5 + (most - 0.5) * k / 7) / top for k in range(7, 0, -1)]
+    return Numbers("nf4", (f32(x) for x in (*down, 0.0, *up)))

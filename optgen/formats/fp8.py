@@ -1,0 +1,188 @@
+"""Floats of 8 bits under one scale per block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats import words
+from optgen.formats.blocked import HALF, NOISE_BITS, check_block
+from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.scales import Scale, fp32, least_scale, pattern_of
+from optgen.lang.values import Num, bits, block_max, cast, floor, from_bits, maximum, minimum, sqrt, where
+from optgen.ops import dtypes
+
+Kind = Literal["e4m3", "e5m2", "ue4m4", "ue5m3"]
+
+# Mantissa bits, exponent bias, and the largest code that is a number.
+_KINDS: Mapping[str, tuple[int, int, int]] = {
+    "e4m3": (3, 7, 0x7E),  # float8_e4m3fn: no infinities, one NaN
+    "e5m2": (2, 15, 0x7B),  # as IEEE floats
+    "ue4m4": (4, 7, 0xFF),  # without a sign and without NaN: all codes are numbers
+    "ue5m3": (3, 15, 0xFF),
+}
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    """One 8-bit float per element, one scale per block: x = scale * float, scale = largest |x| / largest float.
+
+    kind        "e4m3" or "e5m2", torch's float8_e4m3fn and float8_e5m2, stored as their patterns in uint8; "ue4m4" or
+                "ue5m3" for nonnegative values: the sign bit belongs to the mantissa, and every code is a number
+    of          "sqrt" keeps the root of a nonnegative value (kinds without a sign)
+    relative    keeps x / root, root being that of the rule's second moment as kept
+    rounding    to nearest half to even, or stochastic: unbiased
+    zero        kinds without a sign.  "half": code 0 reads as half the smallest float, so that no second moment becomes
+                0; "keep": as 0
+
+    Rounding and widening are integer arithmetic: every target and Triton's interpreter do the same.  The block's
+    largest element becomes the largest float and keeps the scale: nearest encoding is idempotent.  A block with an Inf
+    or NaN decodes to NaN, all of it and nothing else; its codes are unspecified.
+    """
+
+    kind: Kind = "e4m3"
+    block: int = 256
+    scale: Scale = fp32
+    of: Literal["value", "sqrt"] = "value"
+    rounding: Rounding = "auto"
+    relative: bool = False
+    zero: Literal["half", "keep"] = "half"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise UserError("E305", loc=self.loc, what=f"Fp8({self.kind!r})", want=", ".join(map(repr, _KINDS)))
+        check_block("Fp8", 8, self.block, self.loc, 2)
+        if self.of == "sqrt" and self.signed:
+            raise UserError("E305", loc=self.loc, what=f'Fp8({self.kind!r}, of="sqrt")', want='"ue4m4" with a root')
+        if self.scale.literal or not self.scale.covers:
+            raise UserError(
+                "E305", loc=self.loc, what=f"Fp8 under a {self.scale} scale",
+                want="one that no element exceeds, such as scales.fp32 or ue8m8",
+            )  # fmt: skip
+
+    def __str__(self) -> str:
+        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
+        how = "stochastic" if self.noise_bits else "nearest"
+        return f"{self.kind} blocks of {self.block}: {what}{self.scale} scale, {how}"
+
+    @property
+    def signed(self) -> bool:
+        return not self.kind.startswith("u")
+
+    @property
+    def mantissa(self) -> int:
+        """Mantissa bits."""
+        return _KINDS[self.kind][0]
+
+    @property
+    def most(self) -> int:
+        """The code of the largest float."""
+        return _KINDS[self.kind][2]
+
+    @property
+    def least(self) -> float:
+        """The smallest float above 0, and what is between two below 2 * normal."""
+        return 2.0 ** (1 - _KINDS[self.kind][1] - self.mantissa)
+
+    @property
+    def normal(self) -> float:
+        """The smallest float with a full mantissa."""
+        return 2.0 ** (1 - _KINDS[self.kind][1])
+
+    @property
+    def largest(self) -> float:
+        return numbers(self.kind)[-1]
+
+    @property
+    def positive(self) -> bool:
+        return not self.signed and self.zero == "half"
+
+    @property
+    def low(self) -> float:
+        """The scale that smaller ones count as: where 0 reads as half a float, that does not become subnormal."""
+        return least_scale(self.scale, self.least * HALF if self.positive else 0.0, self.of == "sqrt")
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
+
+    def absolute(self) -> Format:
+        return replace(self, relative=False)
+
+    @property
+    def noise_bits(self) -> int:
+        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
+
+    def fields(self) -> dict[str, Field]:
+        return {"": Field(dtypes.u8), "scale": Field(self.scale.dtype, self.block)}
+
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        pattern = cast(parts[""], dtypes.i32)
+        return where(pattern < 128, pattern, 128 - pattern) if self.signed else pattern
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        value = x / root if self.relative else x
+        if self.of == "sqrt":
+            value = sqrt(value)
+        top = block_max(bits(abs(value) if self.signed else value), self.block)
+        share = bits(from_bits(top) / self.largest)
+        if self.low > self.scale.low:
+            share = maximum(share, pattern_of(self.low))
+        stored_scale, scale = self.scale.encode(where(top < words.INF, share, words.NAN))
+        number = value / scale
+        pattern = self._pattern(abs(number) if self.signed else number, noise)
+        if self.signed:
+            pattern = pattern | ((bits(number) >> 24) & 0x80)
+        return {"": cast(pattern, dtypes.u8), "scale": stored_scale}
+
+    def _pattern(self, size: Num, noise: Noise | None) -> Num:
+        """The code of a number >= 0, i32."""
+        drop = 23 - self.mantissa
+        word = bits(size)
+        carry = noise.fraction(drop) if noise else ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
+        normal = ((word + carry) >> drop) - ((127 - _KINDS[self.kind][1]) << self.mantissa)
+        if noise:
+            small = cast(floor(minimum(size, self.normal) * (1 / self.least) + noise.unit()), dtypes.i32)
+        else:
+            # The sum's last place is the smallest float: adding rounds half to even.
+            unit = self.least * 2.0**23
+            small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
+        return minimum(where(size < self.normal, small, normal), self.most)
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        value = self._value(parts)
+        if self.of == "sqrt":
+            return value * value
+        return value * root if self.relative else value
+
+    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
+
+    def _value(self, parts: Mapping[str, Num]) -> Num:
+        pattern = cast(parts[""], dtypes.i32)
+        size = pattern & 0x7F if self.signed else pattern
+        count = cast(size, dtypes.f32)
+        if not self.signed and self.zero == "half":
+            count = maximum(count, HALF)
+        normal = from_bits((size << (23 - self.mantissa)) + ((127 - _KINDS[self.kind][1]) << 23))
+        number = where(size < (1 << self.mantissa), count * self.least, normal)
+        if self.signed:
+            number = from_bits(bits(number) | ((pattern & 0x80) << 24))
+        return number * self.scale.decode(parts["scale"])
+
+
+@lru_cache
+def numbers(kind: Kind) -> tuple[float, ...]:
+    """The numbers >= 0 of a kind, by code."""
+    mantissa, bias, most = _KINDS[kind]
+    out = []
+    for code in range(most + 1):
+        exponent, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
+        unit = 2.0 ** (max(exponent, 1) - bias - mantissa)
+        out.append(unit * (fraction + ((1 << mantissa) if exponent else 0)))
+    return tuple(out)

@@ -1,0 +1,3 @@
+from optgen.formats import Fp8
+
+narrow = Fp8("e3m4")

@@ -1,0 +1,3 @@
+from optgen.formats import Codebook, codebooks
+
+narrow = Codebook(codebooks.dynamic(), 4)

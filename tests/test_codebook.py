@@ -1,0 +1,593 @@
+"""Codebooks and 8-bit floats: equal to the packages that they come from, on every backend, in strict and fast maths."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, ue7m9, ue8m8
+from optgen.formats.fp8 import numbers
+from optgen.ir import node as ir
+from optgen.ir.node import Node
+from optgen.lang import values
+from optgen.ops import dtypes, spaces
+from optgen.ops.tables import CELL, EXACT, Table, after, book, cell_ends
+from optgen.runtime import native
+from optgen.verify.bounds import one_step_bound
+from optgen.verify.lint import Recurrence, lint
+from specs import plans
+from tests import harness
+
+decompose = importlib.import_module("optgen.passes.decompose")
+
+# The vector units for which torch rounds `linspace` as the packages' authors saw it.
+WIDE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def f32(x: Any) -> Tensor:
+    return torch.tensor(x, dtype=torch.float32)
+
+
+# -- the tables
+
+
+@pytest.mark.parametrize(("signed", "bits"), [(True, 8), (False, 8), (True, 4), (False, 4)])
+def test_dynamic_maps_are_those_of_the_packages(signed: bool, bits: int) -> None:
+    """Every bit of every entry; on machines without AVX2 torch itself makes other last places of some."""
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    ours, theirs = f32(codebooks.dynamic(signed, bits)), f32(create_dynamic_map(signed, bits - 1, bits))
+    assert int((ours.view(torch.int32) - theirs.view(torch.int32)).abs().max()) <= (0 if WIDE else 2)
+    if bits == 8:
+        from bitsandbytes.functional import create_dynamic_map as of_bitsandbytes
+
+        assert torch.equal(theirs, of_bitsandbytes(signed))
+
+
+def test_dynamic_maps_are_the_exact_ones_within_two_places() -> None:
+    """Middles of parts of a decade, as fractions: rounding at four places on the way moves an entry by 3 at most."""
+    for signed in (True, False):
+        exact = []
+        for i in range(7):
+            parts = 2**i if signed else 2 ** (i + 1)
+            exact += [(Fraction(1, 10) + Fraction(9 * (2 * k + 1), 20 * parts)) / 10 ** (6 - i) for k in range(parts)]
+        found = f32([x for x in codebooks.dynamic(signed) if 0 < x < 1]).view(torch.int32)
+        assert int((found - f32([float(x) for x in exact]).view(torch.int32)).abs().max()) <= 3
+
+
+def test_other_tables() -> None:
+    from bitsandbytes.functional import get_4bit_type
+
+    assert codebooks.linear_nozero(4) == tuple(k / 16 for k in range(1, 17))
+    assert codebooks.powers(2, 3) == tuple((k / 8) ** 2 for k in range(1, 9))
+    assert float((f32(codebooks.nf4()) - get_4bit_type("nf4", device="cpu")).abs().max()) <= 3e-7
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_repaired_maps(bits: int) -> None:
+    """With -1 and without 0; every other ratio of neighbours stays."""
+    whole, symmetric = codebooks.dynamic(True, bits), codebooks.dynamic(True, bits, one=False)
+    assert symmetric == tuple(-x for x in reversed(symmetric))
+    assert symmetric[-1] == 1
+    ratio = f32(whole[:-1]) / whole[-2]
+    assert torch.equal(f32(symmetric).view(torch.int32)[1:-1], ratio.view(torch.int32)[1:-1])
+    assert codebooks.dynamic(False, bits, zero=False) == codebooks.dynamic(False, bits)[1:]
+
+
+def test_what_the_missing_number_does_is_what_the_format_says() -> None:
+    """A block whose largest magnitude is negative, stored ten times."""
+    for fmt, kept in ((plans.bnb8.signed, 0.9319), (plans.torchao4.signed, 0.8875**10)):
+        assert isinstance(fmt, Codebook)
+        x = torch.linspace(-1, 0.5, fmt.block)[None, None]
+        for _ in range(10):
+            x = fmt.decode(fmt.encode(x))
+        assert float(x.min()) == pytest.approx(-kept, abs=1e-4)
+        assert fmt.shrinks**10 == pytest.approx(kept, abs=1e-4)
+    fmt = Codebook(codebooks.dynamic(one=False), 8, 256, rounding="nearest")
+    x = torch.linspace(-1, 0.5, 256)[None, None]
+    once = fmt.decode(fmt.encode(x))
+    assert float(once.min()) == -1
+    assert torch.equal(fmt.decode(fmt.encode(once)), once)
+
+
+# -- codes and numbers, beside the packages' own functions
+
+
+def quantized_by_bitsandbytes(x: Tensor, fmt: Codebook) -> tuple[Tensor, Tensor]:
+    """Its reference for dtypes without a kernel of their own, which fp64 is: the nearest entry, by trying all.
+
+    Its kernels for fp32 on CPUs are not meant here: they look a number up among 65536 bins (docs/peers.md).
+    """
+    import bitsandbytes  # noqa: F401
+
+    codes, scale = torch.ops.bitsandbytes.quantize_blockwise(x.double(), f32(fmt.table), fmt.block)
+    return codes, scale
+
+
+def quantized_by_torchao(x: Tensor, fmt: Codebook | Fp8) -> tuple[Tensor, Tensor]:
+    from torchao.optim import quant_utils, subclass_fp8
+
+    if isinstance(fmt, Fp8):
+        codes, scale = subclass_fp8.quantize_fp8(x, fmt.block)
+        return codes.view(torch.uint8), scale
+    number, scale = quant_utils.scale_tensor(x, fmt.block)
+    quantize = quant_utils.quantize_8bit_with_qmap if fmt.bits == 8 else quant_utils.quantize_4bit_with_qmap
+    return quantize(number, f32(fmt.table)), scale
+
+
+@pytest.mark.parametrize(("signed", "code", "kept"), [(True, 131, 2.125e-5), (False, 7, 1.5625e-5)])
+def test_bitsandbytes_on_cpus_does_not_keep_zero(signed: bool, code: int, kept: float) -> None:
+    """Why its kernels are not what codes are compared with: what docs/peers.md says of them is so."""
+    import bitsandbytes  # noqa: F401
+
+    x = torch.zeros(1, 256)
+    x[0, 0] = 1.0
+    table = f32(codebooks.dynamic(signed))
+    codes, _ = torch.ops.bitsandbytes.quantize_blockwise(x, table, 256)
+    assert int(codes[0, 1]) == code
+    assert float(table[code]) == pytest.approx(kept)
+    fmt: Any = plans.bnb8.signed if signed else plans.bnb8.nonneg
+    assert float(fmt.decode(fmt.encode(x[:, None]))[0, 0, 1]) == 0
+
+
+PEERS: dict[str, tuple[Plan, Callable[..., tuple[Tensor, Tensor]]]] = {
+    "bnb8": (plans.bnb8, quantized_by_bitsandbytes),
+    "torchao8": (plans.torchao8, quantized_by_torchao),
+    "torchao4": (plans.torchao4, quantized_by_torchao),
+    "torchao_fp8": (plans.torchao_fp8, quantized_by_torchao),
+}
+FORMATS = [pytest.param(name, kind, id=f"{name}-{kind}") for name in PEERS for kind in ("signed", "nonneg")]
+
+
+def adversarial(fmt: Format, signed: bool) -> Tensor:
+    """Blocks (n, size): of every magnitude, with zeros of both signs, subnormals, one element alone, equal ones."""
+    draw = torch.Generator().manual_seed(zlib.crc32(str(fmt).encode()))
+    x = torch.randn(48, fmt.block, generator=draw) * torch.logspace(-11, 18, 48)[:, None]
+    x[:, 3] = 0.0
+    x[::2, 5] = -0.0
+    x[:8, 7] = 1e-42
+    x[1] = 0.0
+    x[1, 9] = 2.5
+    x[2] = 1.0
+    x[3] = torch.linspace(-1, 0.5, fmt.block)
+    x[4, 11] = 1e30
+    x[5] = torch.logspace(-12, 0, fmt.block)
+    return x if signed else x.abs()
+
+
+@pytest.mark.parametrize(("name", "kind"), FORMATS)
+def test_codes_and_numbers_are_those_of_the_package(name: str, kind: str) -> None:
+    plan, quantize = PEERS[name]
+    fmt: Any = getattr(plan, kind)
+    x = adversarial(fmt, kind == "signed")
+    parts = fmt.encode(x[:, None])
+    codes, scale = quantize(x, fmt)
+    # bitsandbytes multiplies with 1 / largest where torchao divides: its numbers may be a place off, at a cell's end.
+    ours = fmt.code(parts)[:, 0]
+    theirs = fmt.code({"": codes}) if isinstance(fmt, Fp8) else codes.int()
+    at = torch.arange(x.numel()).view(x.shape)[ours != theirs]
+    if name == "bnb8":
+        number, ends = (x / scale[:, None]).flatten()[at], f32(cell_ends(fmt.table, "down"))
+        between = ends[torch.minimum(ours.flatten(), theirs.flatten())[at].long()]
+        assert bool(((number - between).abs() <= 2.0**-22 * number.abs()).all())
+        assert len(at) <= 8
+    else:
+        assert len(at) == 0
+    assert torch.equal(parts["scale"][:, 0, 0], scale)
+    if isinstance(fmt, Fp8):
+        read = codes.view(torch.float8_e4m3fn).float() * scale[:, None]
+    else:
+        read = f32(fmt.table)[ours.long()] * scale[:, None]
+    assert torch.equal(fmt.decode(parts)[:, 0].view(torch.int32), read.view(torch.int32))
+
+
+@pytest.mark.parametrize(("name", "kind"), [p for p in FORMATS if p.values[0] != "torchao_fp8"])
+def test_every_end_of_a_cell_is_that_of_the_package(name: str, kind: str) -> None:
+    """Two places to both sides of each end, and every entry itself, under a scale of 1."""
+    plan, quantize = PEERS[name]
+    fmt: Any = getattr(plan, kind)
+    ends = f32([after(x, k) for x in cell_ends(fmt.table, fmt.ties) for k in range(-2, 3)] + list(fmt.table))
+    x = torch.zeros(len(ends), fmt.block)
+    x[:, 0], x[:, 1] = 1.0, ends
+    assert torch.equal(fmt.code(fmt.encode(x[:, None]))[:, 0, 1], quantize(x, fmt)[0].int()[:, 1])
+    assert torch.equal(fmt.code(fmt.encode(x[:, None]))[-len(fmt.table) :, 0, 1], torch.arange(len(fmt.table)))
+
+
+# -- 8-bit floats
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_floats_are_torchs(kind: Any, dtype: torch.dtype) -> None:
+    """Every code reads as torch reads it; every end of a cell, and one place to both sides, rounds as torch rounds."""
+    fmt = Fp8(kind, 16, rounding="nearest")
+    codes = torch.arange(256, dtype=torch.uint8)
+    floats = codes.view(dtype).float()
+    number = floats.isfinite()
+    block = {"": codes[number][:, None, None], "scale": torch.ones(int(number.sum()), 1, 1)}
+    assert torch.equal(fmt.decode(block).view(torch.int32).flatten(), floats[number].view(torch.int32))
+    grid = f32(numbers(kind)).double()
+    ends = ((grid[1:] + grid[:-1]) / 2).float()
+    ends = torch.cat([(ends.view(torch.int32) + k).view(torch.float32) for k in (-1, 0, 1)] + [grid.float()])
+    for sign in (1.0, -1.0):
+        x = torch.zeros(len(ends), 1, 16)
+        x[:, 0, 0], x[:, 0, 1] = fmt.largest, sign * ends
+        assert torch.equal(fmt.encode(x)[""][:, 0, 1], x[:, 0, 1].to(dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["ue4m4", "ue5m3"])
+def test_floats_without_a_sign_halve_the_cells(kind: Any) -> None:
+    grid = numbers(kind)
+    assert len(grid) == 256
+    assert list(grid) == sorted(set(grid))
+    fmt = Fp8(kind, 16, rounding="nearest")
+    x = torch.cat([f32([grid[-1]] * 256)[:, None], f32(grid)[:, None]], 1)[:, None].expand(-1, 1, 2)
+    x = torch.cat([x, torch.zeros(256, 1, 14)], 2)
+    assert fmt.encode(x)[""][:, 0, 1].tolist() == list(range(256))
+    read = fmt.decode(fmt.encode(x))[:, 0, 1]
+    assert torch.equal(read[1:], f32(grid[1:]))
+    assert 0 < float(read[0]) < grid[1]  # no second moment reads as 0
+    assert fmt.positive
+
+
+# -- both
+
+
+STOCHASTIC: list[Format] = [
+    Codebook(codebooks.dynamic(), 8, 16, rounding="stochastic"),
+    Codebook(codebooks.dynamic(False, 4, zero=False), 4, 16, ue8m8, rounding="stochastic"),
+    Codebook(codebooks.nf4(), 4, 16, rounding="stochastic"),
+    Fp8("e4m3", 16, rounding="stochastic"),
+    Fp8("ue5m3", 16, ue8m8, rounding="stochastic"),
+]
+
+
+@pytest.mark.parametrize("fmt", STOCHASTIC, ids=str)
+def test_stochastic_rounding_is_unbiased(fmt: Any) -> None:
+    """The mean over all random bits that there are is the number, within the last of them of a cell."""
+    low = -0.95 if fmt.signed else 0.01
+    x = torch.zeros(200, 1, 16)
+    x[:, 0, 0], x[:, 0, 1] = 1.0, torch.linspace(low, 1, 200)
+    x[:, 0, 2] = f32(fmt.table)[torch.arange(200) % len(fmt.table)] if isinstance(fmt, Codebook) else 0.25
+    total, words, some = torch.zeros(200, 2, dtype=torch.float64), 1 << fmt.noise_bits, 128
+    for first in range(0, words, some):  # a row of blocks for each word
+        word = torch.arange(first, first + some, dtype=torch.int32)[:, None, None].expand(some, 200, 16)
+        block = x.view(1, 200, 16).expand(some, 200, 16)
+        read = fmt.decode(fmt.encode(block, noise=Noise(word, 0, fmt.noise_bits)))[..., 1:3]
+        total += read.double().sum(0)
+    cell = one_step_bound(fmt).value * (1 + fmt.scale.excess)
+    assert float((total[:, 0] / words - x[:, 0, 1]).abs().max()) <= cell * 2.0**-12
+    # What is an entry stays one: its mean over 4096 draws has no error but that of the scale's own rounding.
+    if fmt.scale is fp32 and isinstance(fmt, Codebook):
+        assert torch.equal((total[:, 1] / words).float(), x[:, 0, 2])
+
+
+ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
+SHAPES = [(), (1,), (257,), (5, 70), (3, 320)]
+WILD = tuple(sorted({0.0, 1.0, *[((i * 7919) % 251 - 125) / 126 for i in range(40)]}))
+BUILT = {
+    name: PEERS[name][0] for name in ("bnb8", "torchao4", "torchao_fp8")
+} | {
+    "dynamic_stochastic": Plan(
+        "Repaired maps.", name="dynamic_stochastic", forced="a test",
+        signed=Codebook(codebooks.dynamic(True, 5, one=False), 5, 64, ue8m8, rounding="stochastic", relative=True),
+        nonneg=Codebook(codebooks.dynamic(False, 6, zero=False), 6, 64, ue8m8, rounding="stochastic"),
+    ),
+    "tables": Plan(
+        "Tables without a law.", name="tables", forced="a test",
+        signed=Codebook(WILD, 6, 64, ue8m8, rounding="stochastic"),
+        nonneg=Codebook(codebooks.powers(2), 4, 64, ue7m9, of="sqrt", rounding="nearest"),
+    ),
+    "floats": Plan(
+        "Floats.", name="floats", forced="a test",
+        signed=Fp8("e5m2", 64, ue8m8, rounding="stochastic"),
+        nonneg=Fp8("ue4m4", 64, ue7m9, of="sqrt", rounding="stochastic"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Strict maths: the kernel in Triton's interpreter, in C++ for each instruction set, and the eager reference."""
+    spec = harness.spec_of("adamw")
+    pair = harness.Pair(spec, harness.schedule(spec, BUILT[name], "bfloat16", "strict"), tmp_path)
+    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    # Tables take gathers, which each instruction set has its own of; the rest is what other formats are made of.
+    sets = ISAS if name in ("bnb8", "tables") else ISAS[-1:]
+    sets = sets if native.compiler() else []
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=draw)
+        kept = [pair.buffers(shape, weight) for _ in range(2 + len(sets))]
+        for step in (1, 2):
+            g = (torch.randn(shape, generator=draw) * 10.0 ** (3 - 4 * step)).bfloat16()
+            if step == 2:
+                g.view(-1)[::3] = 0
+            pair.run_reference(kept[0], g, step, 0x1234567 * step, 99, lr=1e-2)
+            pair.run_triton(kept[1], g, step, 0x1234567 * step, 99, lr=1e-2)
+            for isa, buffers in zip(sets, kept[2:], strict=True):
+                pair.run_cpp([(buffers, g, 99)], step, 0x1234567 * step, isa=isa, lr=1e-2)
+            for buffers in kept[1:]:
+                for key, value in kept[0].items():
+                    assert harness.same_bits(value, buffers[key]), (shape, step, key)
+
+
+# -- the law of a table, in fast maths
+
+NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "abs": np.abs, "neg": np.negative, "min": np.minimum,
+    "max": np.maximum, "rint": np.rint, "lt": np.less, "where": np.where,
+}  # fmt: skip
+KIND = {"f32": np.float32, "i32": np.int32}
+
+
+def computed(root: Node, x: Any) -> Any:
+    """An expression of one load, in numpy: each operation rounded by itself, as a backend without fma does it."""
+    found: dict[int, Any] = {}
+    for n in ir.postorder([root]):
+        a = [found[y.uid] for y in n.args]
+        if n.op == "const":
+            found[n.uid] = KIND[n.dtype.name](n.attr)
+        elif n.op == "load":
+            found[n.uid] = x
+        else:
+            found[n.uid] = a[0].astype(KIND[n.dtype.name]) if n.op == "cast" else NUMPY[n.op](*a)
+    return found[root.uid]
+
+
+NUMBER, CODE = ir.load("x", dtypes.f32, spaces.elem), ir.load("x", dtypes.i32, spaces.elem)
+LAWFUL = [codebooks.dynamic(s, b) for s, b in ((True, 8), (False, 8), (True, 4), (True, 5), (False, 6))]
+LAWFUL += [codebooks.dynamic(True, 8, one=False), codebooks.dynamic(False, 8, zero=False), codebooks.linear_nozero(4)]
+
+
+@pytest.mark.parametrize("table", LAWFUL, ids=lambda t: t.name)
+@pytest.mark.parametrize("ties", ["up", "down"])
+def test_lines_say_what_the_table_says(table: codebooks.Numbers, ties: str) -> None:
+    """Exhaustively: every entry within 2^-20, every end of a cell within 2^-12 of a cell, every place likewise."""
+    found = book(tuple(table), 8 if len(table) > 64 else 6 if len(table) > 32 else 5, ties, table.name)
+    law = found.entries.law
+    assert law is not None
+    assert len(law.search) + len(law.lookup) <= 20
+    entries, codes = np.array(table, np.float32), np.arange(len(table), dtype=np.int32)
+    error = np.abs(computed(decompose.lookup(CODE, law), codes) - entries)
+    assert (error <= EXACT * np.abs(entries)).all()
+    assert (computed(decompose.search(NUMBER, law), entries) == codes).all()
+    ends, gaps = np.array(found.ends.values[: len(table) - 1], np.float64), np.diff(entries.astype(np.float64))
+    for side in (-1, 1):
+        numbers = (ends + side * CELL * gaps).astype(np.float32)
+        assert (computed(decompose.search(NUMBER, law), numbers) == codes[1:] - (side < 0)).all()
+    between = np.concatenate([np.linspace(entries[0], entries[-1], 4001, dtype=np.float32), entries])
+    place = computed(decompose.place_by_law(NUMBER, law), between)
+    exact = values.place(torch.from_numpy(between), found.entries).numpy()
+    assert (np.abs(place - exact) <= CELL).all()
+
+
+def test_tables_without_a_law_have_none() -> None:
+    """A curve of ever other slopes, one that is not mirrored, one with a gap in the middle."""
+    for table in (codebooks.powers(2), codebooks.nf4(), WILD, (-1.0, -0.1, 0.0, 0.5, 1.0)):
+        assert book(tuple(table), 6, "up", "x").entries.law is None
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+def test_lines_in_a_kernel_keep_codes(tmp_path: Path) -> None:
+    """Fast maths of the C++ kernel beside the strict reference: codes differ only at the ends of cells."""
+    spec, plan = harness.spec_of("adamw"), plans.bnb8
+    strict = harness.schedule(spec, plan, "float32", "strict")
+    fast = harness.schedule(spec, plan, "float32", "fast")
+    assert "table" in fast.program.rules
+    pair = harness.Pair(spec, strict, tmp_path, kernels=fast)
+    draw = torch.Generator().manual_seed(0)
+    weight, g = torch.randn(64, 512, generator=draw), torch.randn(64, 512, generator=draw)
+    g *= torch.logspace(-15, 3, 64)[:, None]  # the reciprocal of a small scale, times the slope of a line, is infinite
+    g[::5] = 0
+    ours, theirs = pair.buffers((64, 512), weight), pair.buffers((64, 512), weight)
+    pair.run_reference(ours, g, 1, 1, 99, lr=1e-2)
+    pair.run_cpp([(theirs, g, 99)], 1, 1, lr=1e-2)
+    for state, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
+        assert isinstance(fmt, Codebook)
+        a, b = (x[state].int() for x in (ours, theirs))
+        apart = a != b
+        assert int((a - b).abs().max()) <= 1
+        m = 0.1 * g.double() if state == "exp_avg" else 0.001 * g.double() ** 2
+        number = (m.view(64, 2, 256) / m.view(64, 2, 256).abs().amax(-1, keepdim=True)).view(64, 512)[apart]
+        edge = torch.minimum(a, b)[apart].long()
+        end, gap = f32(cell_ends(fmt.table, fmt.ties))[edge], f32(fmt.table).diff()[edge]
+        assert bool(((number - end).abs() <= CELL * gap + 2.0**-20 * number.abs()).all())
+        assert int(apart.sum()) < apart.numel() * 2**-8
+
+
+# -- 50 steps beside the packages
+
+
+def of_bitsandbytes(p: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], dict[str, Tensor]]]:
+    """Its optimizer for CPUs, with its own reference quantizer in place of its approximate one."""
+    import bitsandbytes as bnb
+    from bitsandbytes.backends.cpu import ops
+
+    def exactly(x: Tensor, code: Tensor, absmax: Tensor, out: Tensor, size: int) -> None:
+        codes, scale = torch.ops.bitsandbytes.quantize_blockwise(x.double(), code, size)
+        out.copy_(codes)
+        absmax.copy_(scale)
+
+    monkeypatch.setattr(ops, "_quant_blockwise_fp32_direct", exactly)
+
+    def read(state: Any) -> dict[str, Tensor]:
+        rows = p.shape[0]
+        return {
+            "exp_avg": state["state1"], "exp_avg_scale": state["absmax1"].view(rows, -1),
+            "exp_avg_sq": state["state2"], "exp_avg_sq_scale": state["absmax2"].view(rows, -1),
+        }  # fmt: skip
+
+    return bnb.optim.AdamW8bit([p], lr=1e-2, weight_decay=0.1), read
+
+
+def of_torchao(name: str) -> Callable[..., tuple[Any, Callable[[Any], dict[str, Tensor]]]]:
+    def made(p: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], dict[str, Tensor]]]:
+        import torchao.optim
+
+        def read(state: Any) -> dict[str, Tensor]:
+            out: dict[str, Tensor] = {}
+            for key in ("exp_avg", "exp_avg_sq"):
+                codes = state[key].codes.view(torch.uint8)
+                if codes.numel() < p.numel():  # two to a byte: there the first is in the high bits
+                    codes = codes >> 4 | codes << 4
+                out[key] = codes.reshape(p.shape[0], -1)
+                out[f"{key}_scale"] = state[key].scale.view(p.shape[0], -1)
+            return out
+
+        return getattr(torchao.optim, name)([p], lr=1e-2, weight_decay=0.1), read
+
+    return made
+
+
+TRAINED = {
+    "bnb8": of_bitsandbytes, "torchao8": of_torchao("AdamW8bit"), "torchao4": of_torchao("AdamW4bit"),
+    "torchao_fp8": of_torchao("AdamWFp8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_fifty_steps_beside_the_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From each state that the package reaches, one step of ours stores what its step stores.
+
+    Both compute in fp32, in other orders: a state is off by a few roundings of what it is made of, so its code may be
+    the next one where it lies that close to the end of a cell, and a weight by a few roundings of it and of its step.
+    """
+    plan, shape, betas, lr = PEERS[name][0], (16, 512), (0.9, 0.999), 1e-2
+    spec = harness.spec_of("adamw")
+    pair = harness.Pair(spec, harness.schedule(spec, plan, "float32", "strict"), tmp_path)
+    draw = torch.Generator().manual_seed(5)
+    p = torch.nn.Parameter(torch.randn(shape, generator=draw))
+    theirs, read = TRAINED[name](p, monkeypatch)
+    ours = pair.buffers(shape, p.detach())
+    for key, value in ours.items():
+        value.zero_() if key.endswith("scale") else None
+    moved = 0
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step
+        for step in range(1, 51):
+            before = {k: v.clone() for k, v in ours.items()}
+            g = torch.randn(shape, generator=draw) * torch.rand((), generator=draw) * 10.0 ** (step % 5 - 3)
+            p.grad = g.clone()
+            theirs.step()
+            pair.run_reference(ours, g, step, 1, 1, lr=lr, weight_decay=0.1)
+            want = read(theirs.state[p])
+            error: dict[str, Tensor] = {}
+            for key, fmt in (("exp_avg", plan.signed), ("exp_avg_sq", plan.nonneg)):
+                decoded = numbers_of(fmt, before, key, shape)
+                square, beta = (g, betas[0]) if key == "exp_avg" else (g * g, betas[1])
+                size = beta * decoded.abs().double() + (1 - beta) * square.abs().double()
+                error[key] = 4 * 2.0**-24 * (size + (1 - beta) * decoded.abs())
+                exact = beta * decoded.double() + (1 - beta) * square.double()
+                moved += agree(fmt, exact, error[key], ours, want, key)
+            m = betas[0] * numbers_of(plan.signed, before, "exp_avg", shape).double() + (1 - betas[0]) * g.double()
+            v = betas[1] * numbers_of(plan.nonneg, before, "exp_avg_sq", shape).double()
+            v += (1 - betas[1]) * g.double() ** 2
+            factor = lr / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + 1e-8)
+            # torchao computes 1 - beta^t in fp32, of a beta in fp32: half a place of it t times over, and two of 1.
+            lost = 0.0 if name == "bnb8" else sum((step / 2 + 2) / (1 - beta**step) for beta in betas)
+            slack = factor * (error["exp_avg"] + (16 + lost) * 2.0**-24 * m.abs()) + 6 * 2.0**-24 * before["p"].abs()
+            assert bool(((ours["p"] - p.detach()).abs() <= slack).all())
+            ours["p"].copy_(p.detach())
+            for key, value in want.items():
+                ours[key].copy_(value)
+    assert moved <= 50 * 2 * p.numel() * 1e-4
+
+
+def numbers_of(fmt: Any, kept: dict[str, Tensor], key: str, shape: tuple[int, ...]) -> Tensor:
+    """The state in fp32."""
+    return fmt.decode(in_blocks(fmt, kept, key, shape)).reshape(shape)
+
+
+def in_blocks(fmt: Any, kept: dict[str, Tensor], key: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    rows, columns = shape
+    codes = kept[key]
+    if getattr(fmt, "bits", 8) == 4:
+        codes = torch.stack([codes & 15, codes >> 4], -1).reshape(shape)
+    return {"": codes.view(rows, columns // fmt.block, fmt.block), "scale": kept[f"{key}_scale"][..., None]}
+
+
+def agree(fmt: Any, exact: Tensor, error: Tensor, ours: dict[str, Tensor], want: dict[str, Tensor], key: str) -> int:
+    """Asserts that scales and codes are the same but for rounding; how many codes are not."""
+    shape = tuple(exact.shape)
+    blocks = exact.abs().view(shape[0], -1, fmt.block)
+    top = blocks.amax(-1)
+    scale, expected = ours[f"{key}_scale"], want[f"{key}_scale"]
+    off = error.view(blocks.shape).amax(-1) / top.clamp(min=1e-30) + 4 * 2.0**-24
+    assert bool(((scale - expected).abs() <= 2 * off * expected).all())
+    a, b = (fmt.code(in_blocks(fmt, x, key, shape)).reshape(shape).int() for x in (ours, want))
+    apart = a != b
+    if not bool(apart.any()):
+        return 0
+    assert int((a - b).abs().max()) <= 1
+    largest = fmt.largest if isinstance(fmt, Fp8) else 1.0
+    grid = torch.tensor(fmt.table if isinstance(fmt, Codebook) else numbers(fmt.kind), dtype=torch.float64) / largest
+    wide = (top[..., None].expand(blocks.shape)).reshape(shape)
+    number, least = (exact / wide)[apart], torch.minimum(a, b)[apart].long()
+    if isinstance(fmt, Fp8):  # codes of negative numbers count downwards
+        number, least = number.abs(), torch.minimum(a.abs(), b.abs())[apart].long()
+    end = (grid[least] + grid[least + 1]) / 2
+    share = off[..., None].expand(blocks.shape).reshape(shape)[apart]
+    allowed = 2 * (error / wide)[apart] + 2 * share * number.abs() + 2.0**-22 * end.abs()
+    assert bool(((number - end).abs() <= allowed).all())
+    return int(apart.sum())
+
+
+# -- what is said about them
+
+
+def test_what_the_lint_says() -> None:
+    def codes(fmt: Format, *, nonneg: bool) -> set[tuple[str, str]]:
+        from optgen.lang.declare import StateDecl
+
+        state = StateDecl("s", spaces.elem, nonneg=nonneg)
+        storage = Plan("One state.", name="one", overrides={"s": fmt}).storage((state,), dtypes.f32, False)
+        return {(f.code, f.severity) for f in lint({"s": Recurrence("ema", 0.999 if nonneg else 0.9)}, storage)}
+
+    signed, unsigned = codebooks.dynamic(), codebooks.dynamic(False)
+    assert codes(Codebook(signed), nonneg=False) == {("L12", "warning")}
+    assert codes(Codebook(codebooks.dynamic(one=False)), nonneg=False) == set()
+    assert codes(Codebook(signed, rounding="nearest"), nonneg=False) == {("L12", "warning"), ("L1", "error")}
+    assert codes(Codebook((-1.0, -0.5, 0.5, 1.0), 2), nonneg=False) == {("L3", "error")}
+    assert codes(Codebook(unsigned), nonneg=True) == {("L13", "warning")}
+    assert codes(Codebook(codebooks.dynamic(False, zero=False)), nonneg=True) == set()
+    assert codes(Codebook(unsigned, rounding="nearest"), nonneg=True) == {("L13", "warning"), ("L2", "error")}
+    assert codes(Codebook((0.25, 0.5), 2), nonneg=True) == {("L12", "warning")}
+    assert codes(Fp8("e4m3"), nonneg=False) == set()
+    assert codes(Fp8("e4m3"), nonneg=True) == {("L13", "warning")}
+    assert codes(Fp8("ue4m4"), nonneg=True) == set()
+    assert ("L5", "error") in codes(plans.torchao_fp8.signed, nonneg=False)
+
+
+def test_a_table_is_known_by_its_numbers() -> None:
+    """Two tables of one name are two: nodes, printed names and the text of the IR tell them apart."""
+    one, two = Table("t", (0.0, 0.5, 1.0)), Table("t", (0.0, 0.25, 1.0))
+    assert str(one) != str(two)
+    assert ir.op("search", NUMBER, attr=one) is not ir.op("search", NUMBER, attr=two)
+    assert ir.op("search", NUMBER, attr=one) is ir.op("search", NUMBER, attr=Table("t", (0.0, 0.5, 1.0)))
+
+
+def test_numbers_beyond_the_table_read_as_its_ends() -> None:
+    """A table without 1: what lies above its last number, and below its first, stays at these."""
+    for rounding in ("nearest", "stochastic"):
+        fmt = Codebook((-0.5, -0.25, 0.0, 0.25, 0.75), 3, 16, rounding=rounding)  # type: ignore[arg-type]
+        x = torch.zeros(1, 1, 16)
+        x[0, 0, :3] = f32([1.0, -1.0, 0.9])
+        noise = Noise(torch.full(x.shape, 4095, dtype=torch.int32), 0, 12) if fmt.noise_bits else None
+        assert fmt.decode(fmt.encode(x, noise=noise))[0, 0, :3].tolist() == [0.75, -0.5, 0.75]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fmt", [plans.bnb8.signed, plans.torchao4.signed, plans.torchao_fp8.signed], ids=str)
+def test_a_block_with_what_is_no_number_reads_as_nan_and_no_other(fmt: Any, bad: float) -> None:
+    x = torch.randn(2, 3, fmt.block, generator=torch.Generator().manual_seed(0))
+    x[1, 1, 5] = bad
+    read = fmt.decode(fmt.encode(x))
+    assert bool(read[1, 1].isnan().all())
+    assert int(read.isnan().sum()) == fmt.block

@@ -1,0 +1,293 @@
+"""What the suites of FlashOptim, torchao.optim, bitsandbytes and optimi ask of their optimizers, or users in issues:
+asked of these, as far as it is claimed here, and not asked in a test of its own subject."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen
+import optgen.optim as optim
+from optgen.optim import SGD, AdamW, Lion
+from optgen.runtime import Optimizer
+from tests.harness import same_bits
+from tests.test_offload import moved
+
+
+def gradients(shape: tuple[int, ...], steps: int, scale: float = 1.0) -> list[Tensor]:
+    source = torch.Generator().manual_seed(11)
+    return [torch.randn(shape, generator=source) * scale for _ in range(steps)]
+
+
+def stepped(opt: Optimizer, p: nn.Parameter, grads: list[Tensor]) -> None:
+    for g in grads:
+        p.grad = g.to(p.dtype)
+        opt.step()
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------
+
+SHAPES: list[tuple[int, ...]] = [
+    (4095,), (4096,), (4097,), (63, 65), (64, 64), (65, 64), (1, 4097), (4097, 1), (2, 1, 2048), (0,), (0, 7), (), (1,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_states_are_quantized_from_4096_elements_on_and_take_the_bytes_that_are_promised(
+    shape: tuple[int, ...],
+) -> None:
+    """bitsandbytes' min_8bit_size and torchao's default: smaller tensors keep fp32 states."""
+    p = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    opt = AdamW([("p", p)], plan="int8_split24")
+    stepped(opt, p, gradients(shape, 2))
+    kept = tensors(opt.state[p])
+    large = p.numel() >= 4096
+    assert kept["exp_avg"].dtype is (torch.uint8 if large else torch.float32)
+    assert kept["exp_avg_sq"].dtype is (torch.uint8 if large else torch.float32)
+    assert kept["exp_avg"].shape == p.shape and kept["weight_low"].dtype is torch.uint8
+    (found,) = opt.memory().parameters
+    assert found.states == {key: value.numel() * value.element_size() for key, value in kept.items()}
+    rows, columns = (shape[0], p.numel() // max(shape[0], 1)) if len(shape) > 1 else (1, p.numel())
+    if large:  # one scale of 16 bits for 64 elements of a row, two numbers for the nonnegative state
+        blocks = rows * -(-columns // 64)
+        assert sum(found.states.values()) == 3 * p.numel() + 4 * blocks
+    assert torch.isfinite(p).all()
+
+
+def test_without_momentum_nothing_is_kept() -> None:
+    """FlashOptim's SGD, bitsandbytes' as well: a buffer only where it is asked for."""
+    p = nn.Parameter(torch.ones(64, 80))
+    opt = SGD([p], lr=0.5, momentum=0.0, plan="int8")
+    stepped(opt, p, gradients((64, 80), 1))
+    assert tensors(opt.state[p]) == {}
+    assert torch.equal(p, 1 - 0.5 * gradients((64, 80), 1)[0])
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_the_default_dtype_of_torch_changes_no_bit(default: torch.dtype, plan: str) -> None:
+    """torchao once kept scales in the default dtype."""
+
+    grads = gradients((64, 80), 3)
+
+    def trained() -> tuple[nn.Parameter, dict[str, Any]]:
+        p = nn.Parameter(torch.full((64, 80), 0.5, dtype=torch.bfloat16))
+        opt = AdamW([("p", p)], plan=plan)
+        stepped(opt, p, grads[:1])
+        opt.load_state_dict(opt.state_dict())
+        stepped(opt, p, grads[1:])
+        return p, opt.state[p]
+
+    p, state = trained()
+    torch.set_default_dtype(default)
+    try:
+        q, other = trained()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_bits(p.detach(), q.detach())
+    assert all(same_bits(value, tensors(other)[key]) for key, value in tensors(state).items())
+
+
+# -- what a step does --------------------------------------------------------------------------------------------
+
+
+def test_more_bits_of_the_weight_follow_fp32_more_closely() -> None:
+    """FlashOptim: error correction increases precision.  With states in fp32, and without decay, updates are those of
+    fp32, so what differs is only how weights are stored: at most one place of 24 bits (2^-15 of the weight) a step."""
+    steps = 60
+    start = torch.linspace(1, 2, 64 * 80).reshape(64, 80)
+    grads = [g.bfloat16() for g in gradients((64, 80), steps)]
+
+    def trained(plan: str, overrides: dict[Any, str] | None = None) -> Tensor:
+        p = nn.Parameter(start.clone())
+        p.grad_dtype = None  # gradients of any dtype
+        model = nn.ParameterDict({"p": p})
+        if plan != "fp32":
+            optgen.cast_model(model, torch.bfloat16)
+        opt = AdamW([("p", p)], lr=2e-4, weight_decay=0.0, plan=plan, overrides=overrides)
+        for g in grads:
+            p.grad = g.clone()
+            opt.step()
+        return opt.master_weights()["p"]
+
+    exact = trained("fp32")
+    error = {plan: (trained(plan) - exact).abs() for plan in ("fp32_master", "bf16")}
+    error["split24"] = (trained("int8_split24", {"p": "fp32"}) - exact).abs()
+    assert error["fp32_master"].max() == 0
+    assert 0 < error["split24"].max() <= (steps + 1) * 2.0**-15 * exact.max()
+    # On average far less: independent errors with a deviation of at most half a place each.  bf16 shows 8 bits at best.
+    assert error["split24"].mean() < (steps + 1) ** 0.5 * 2.0**-15 / 2 < 2.0**-7 / 8 < error["bf16"].mean()
+
+
+def test_stochastic_rounding_moves_bf16_weights_on_average_as_far_as_fp32() -> None:
+    """torchao's bf16_stochastic_round: updates of a tenth of a place, 40 times; to nearest nothing moves at all."""
+    size, steps, place = 1 << 15, 40, 2.0**-7
+    g = torch.full((size,), place / 10)
+    moved_by = {}
+    for plan in ("bf16_sr", "bf16"):
+        p = nn.Parameter(torch.full((size,), 1.5, dtype=torch.bfloat16))
+        opt = SGD([("p", p)], lr=1.0, plan=plan)
+        for _ in range(steps):
+            p.grad = g.bfloat16()
+            opt.step()
+        moved_by[plan] = (1.5 - p.detach().double()).mean()
+    exact = steps * float(g.bfloat16()[0])
+    # A store errs by less than a place, with a deviation of at most half of it: five deviations of the mean.
+    assert abs(moved_by["bf16_sr"] - exact) < 5 * (steps**0.5 * place / 2) / size**0.5
+    assert moved_by["bf16"] == 0
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8"])
+def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
+    """optimi's and FlashOptim's decouple_lr: at the first rate it is torch's decay of lr * wd; later the rate falls and
+    the decay falls by the same factor, no further."""
+    p = nn.Parameter(torch.full((64, 80), 2.0))
+    opt = AdamW([p], lr=0.1, weight_decay=1e-2, decouple_lr=True, plan=plan)
+    shown = []
+    for rate in (0.1, 0.05, 0.01):
+        opt.param_groups[0]["lr"] = rate
+        before = p.detach().clone()
+        p.grad = torch.zeros_like(p)
+        opt.step()
+        shown.append((p.detach() / before).double())
+    for ratio, rate in zip(shown, (0.1, 0.05, 0.01), strict=True):
+        torch.testing.assert_close(ratio, torch.full_like(ratio, 1 - 1e-2 * rate / 0.1), rtol=2.0**-23, atol=0)
+
+
+def test_each_parameter_counts_the_steps_that_it_makes() -> None:
+    """A parameter that gets its first gradient late is corrected as in its own first step."""
+    late, first = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    opt = AdamW([late, first], lr=0.1, weight_decay=0.0, plan="fp32")
+    g = torch.tensor([1.0, -2.0, 3.0])
+    first.grad = g.clone()
+    opt.step()
+    assert late not in opt.state and torch.equal(late, torch.ones(3))
+    moved_first = first.detach().clone()
+    first.grad, late.grad = None, g.clone()
+    opt.step()
+    assert torch.equal(late, moved_first) and torch.equal(first, moved_first)
+    assert opt.state[late]["step"] == opt.state[first]["step"] == 1
+
+
+def test_gradients_of_zero_move_what_decay_and_momentum_move() -> None:
+    """FlashOptim: weights and moments change without a gradient, and as the rule says."""
+    p = nn.Parameter(torch.full((64, 80), 2.0))
+    opt = Lion([p], lr=0.125, betas=(0.5, 0.5), weight_decay=0.5, plan="int8")
+    stepped(opt, p, [torch.ones(64, 80)])
+    sizes = [opt.dense_state_dict()["state"][0]["exp_avg"]]
+    for _ in range(3):
+        stepped(opt, p, [torch.zeros(64, 80)])
+        sizes.append(opt.dense_state_dict()["state"][0]["exp_avg"])
+    # Each step: decay by lr * wd, then lr in the direction of a momentum that stays positive while it halves.
+    expected = 2.0
+    for _ in range(4):
+        expected = expected * (1 - 0.0625) - 0.125
+    torch.testing.assert_close(p.detach(), torch.full((64, 80), expected), rtol=2.0**-22, atol=0)
+    assert all((a > b).all() and (b > 0).all() for a, b in itertools.pairwise(sizes))
+
+
+# -- saved, and gone on with -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(65, 129), (4097,)], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "AdEMAMix", "SGD"])
+def test_saved_every_few_steps_it_goes_on_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
+    """bitsandbytes' and optimi's loops of saving and loading, over rows that end within a block."""
+    cls, options = getattr(optim, name), {"momentum": 0.9} if name == "SGD" else {}
+    grads = gradients(shape, 8, 0.01)
+    p, q = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    opt, other = (cls([x], lr=1e-2, plan="int8", **options) for x in (p, q))
+    for k, g in enumerate(grads):
+        stepped(opt, p, [g])
+        stepped(other, q, [g])
+        if k % 3 == 1:
+            file = io.BytesIO()
+            torch.save(other.state_dict(), file)
+            file.seek(0)
+            other = cls([q], lr=1e-2, plan="int8", **options)
+            other.load_state_dict(torch.load(file, weights_only=True))
+    assert same_bits(p.detach(), q.detach()) and torch.isfinite(p).all()
+    assert all(same_bits(value, other.state[q][key]) for key, value in tensors(opt.state[p]).items())
+
+
+def test_offloaded_states_go_on_without_offloading_and_back() -> None:
+    """torchao's CPUOffloadOptimizer loads only what it saved itself."""
+    grads = gradients((64, 80), 6)
+    p, q = (nn.Parameter(torch.ones(64, 80, dtype=torch.bfloat16)) for _ in range(2))
+    opt, other = AdamW([p], backend="cpp"), moved(AdamW([q], backend="cpp"))
+    for k in range(3):
+        stepped(opt, p, grads[2 * k : 2 * k + 2])
+        stepped(other, q, grads[2 * k : 2 * k + 2])
+        saved = other.state_dict()
+        other = AdamW([q], backend="cpp")
+        other = moved(other) if k == 1 else other
+        other.load_state_dict(saved)
+    assert same_bits(p.detach(), q.detach())
+    assert all(same_bits(value, other.state[q][key]) for key, value in tensors(opt.state[p]).items())
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+ACTIVE: dict[str, dict[str, Any]] = {
+    **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
+    **{name: {"weight_decay": 0.1} for name in ("AdamP", "SGDP", "ADOPT", "NAdam", "RAdam")},
+    **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
+    "Prodigy": {"lr": 0.5, "d_coef": 100.0},
+}
+"""What others of a rule's arguments depend on: no dampening without a momentum, no kind of decay without a decay, no
+safeguard against a rate that is 1, nor before the estimate has grown."""
+
+
+def outcome(cls: Any, options: dict[str, Any]) -> Tensor | None:
+    """All weights after some steps, of which one has a large gradient; None for options out of their range."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(12, 10))]
+    if any(flag.shape is not None for flag in cls.FLAGS):
+        params.append(nn.Parameter(torch.randn(7)))
+    source = torch.Generator().manual_seed(1)
+    try:
+        opt = cls(params, plan="fp32", **options)
+        for k in range(6):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=source) * (4.0 if k == 2 else 1.0)
+            opt.step()
+    except ValueError:
+        return None
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def others(value: float) -> Iterator[float]:
+    yield from (x for x in (value * 0.5, 0.1, 2.0, value * 3 + 1, -1.0, 3e-3, 100.0) if x != value)
+
+
+@pytest.mark.parametrize("name", dir(optim))
+def test_no_argument_is_without_effect(name: str) -> None:
+    """bitsandbytes took max_unorm, amsgrad and optim_bits of some optimizers, and used none of them."""
+    cls, base = getattr(optim, name), ACTIVE.get(name, {})
+    usual = outcome(cls, base)
+    assert usual is not None
+    for hyper in cls.HYPERS:
+        given = base.get(hyper.name, hyper.default)
+        parts = given if isinstance(given, tuple) else (given,)
+        for i, part in enumerate(parts):
+            for value in others(part):
+                new = tuple(value if j == i else x for j, x in enumerate(parts)) if isinstance(given, tuple) else value
+                found = outcome(cls, {**base, hyper.name: new})
+                if found is not None and not torch.equal(found, usual):
+                    break
+            else:
+                pytest.fail(f"{name}: {hyper.name}[{i}] changes nothing")
+    for flag in cls.FLAGS:
+        if not flag.derived:
+            found = outcome(cls, {**base, flag.name: not flag.default})
+            assert found is not None and not torch.equal(found, usual), flag.name
