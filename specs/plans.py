@@ -12,11 +12,13 @@ from optgen.formats import (
     Codebook,
     Copy,
     Ecc8,
+    Factored,
     Fp8,
     Kahan,
     LogMinMax,
     Native,
     Plan,
+    Rank1,
     Split,
     codebooks,
     floats,
@@ -142,4 +144,27 @@ torchao_fp8 = Plan(
     signed=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
     nonneg=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
     forced="its checkpoints and results can be compared only by its own numbers",
+)
+
+lpmm4 = Plan(
+    "The 4-bit paper's states, number by number: 3.03125 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
+    nonneg=Rank1(4, linear, vectors=128, rounding="nearest"),
+    read_back=False,
+    forced="its results can be compared only by its own numbers",
+)
+
+lpmm4_factor = Plan(
+    "The 4-bit paper's first moment and a factored second one, number by number: 2.53125 bytes per parameter.",
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
+    nonneg=Factored("kept", vectors=Rank1(4, linear, vectors=128, rounding="nearest").of_vectors()),
+    read_back=False,
+    forced="its results can be compared only by its own numbers",
+)
+
+int4_factored_split24 = Plan(
+    "bf16 weight and 8 more bits, 4-bit first moment, stochastic, factored second one: 3.53125 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
+    nonneg=Factored(vectors=LogMinMax(4, 64, of="sqrt")),
 )

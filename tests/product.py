@@ -26,7 +26,8 @@ from optgen.driver.emit import Compiled, compile_case, unpack_of
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Matrix, Spec
+from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
 from optgen.runtime import layout, native, sums
 from optgen.runtime.keys import step_key, stream_key
@@ -56,10 +57,11 @@ class Cell:
     param: str = "bfloat16"
     flags: tuple[tuple[str, bool], ...] = ()
     small: bool = False
+    vector: bool = False
 
     def __str__(self) -> str:
         words = [self.spec, self.plan, self.param, *(name if on else f"no_{name}" for name, on in self.flags)]
-        return "-".join(words + ["small"] * self.small)
+        return "-".join(words + ["small"] * self.small + ["vector"] * self.vector)
 
 
 def spaces_of(spec: str) -> set[str]:
@@ -110,6 +112,9 @@ def full_cells() -> Iterator[Cell]:
             small = Cell(spec, plan, param, flags, small=True)
             if has_small(small):
                 yield small
+            vector = Cell(spec, plan, param, flags, vector=True)
+            if has_vector(vector):
+                yield vector
 
 
 def has_small(cell: Cell) -> bool:
@@ -120,6 +125,19 @@ def has_small(cell: Cell) -> bool:
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
     storages = [plan.storage(present, dtypes.FROM_TORCH[cell.param], small, recurrences) for small in (False, True)]
     return bool(plan.small_numel and present and storages[0].states != storages[1].states)
+
+
+def within_blocks(plan: str) -> bool:
+    """Whether what a plan keeps of an element depends on its storage block at most, not on its row and column."""
+    found = plan_of(plan)
+    return all(fmt.matrix is None for fmt in (found.signed, found.nonneg, *found.overrides.values()))
+
+
+def has_vector(cell: Cell) -> bool:
+    """Whether tensors without rows and columns are stored in another way than those that have them."""
+    spec, flags = spec_of(cell.spec), flags_of(cell)
+    storage = plan_of(cell.plan).storage(spec.present(flags), dtypes.FROM_TORCH[cell.param], False)
+    return storage.matrix is not None and not needs_matrix(spec, flags)
 
 
 def sample(cells: Iterable[Cell], count: int, seed: int) -> list[Cell]:
@@ -136,7 +154,8 @@ def at_shape(cell: Cell, shape: Sequence[int]) -> Cell:
     """The cell that a tensor of that shape falls into: its shape flags as the shape says."""
     spec, flags = spec_of(cell.spec), dict(flags_of(cell))
     flags |= {f.name: bool(f.shape(tuple(shape))) for f in spec.flags if f.shape is not None}
-    return replace(cell, flags=tuple((f.name, flags[f.name]) for f in spec.flags if flags[f.name] != f.default))
+    cell = replace(cell, flags=tuple((f.name, flags[f.name]) for f in spec.flags if flags[f.name] != f.default))
+    return replace(cell, vector=len(shape) < 2 and not cell.small and has_vector(cell))
 
 
 def hypers_of(cell: Cell, **wanted: Any) -> dict[str, Any]:
@@ -170,6 +189,11 @@ class Built:
     def storage(self) -> Storage:
         return self.compiled.case.storage
 
+    @property
+    def matrix(self) -> Matrix:
+        """Which matrix its rows and columns are those of."""
+        return matrix_of(self.spec, self.case.flags, self.storage)
+
     @cached_property
     def in_parts(self) -> bool:
         """Whether a step waits for sums over the model."""
@@ -194,9 +218,9 @@ def build(cell: Cell) -> Built:
     flags = flags_of(cell)
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
     param = dtypes.FROM_TORCH[cell.param]
-    storage = plan.storage(spec.present(flags), param, cell.small, recurrences)
-    compiled = compile_case(spec, Case(flags, param, cell.small, storage))
-    schedules = [*(x.schedule for x in compiled.strict.stages), compiled.decode, compiled.encode]
+    storage = plan.storage(spec.present(flags), param, cell.small, recurrences, vector=cell.vector)
+    compiled = compile_case(spec, Case(flags, param, cell.small, storage, cell.vector))
+    schedules = [s.schedule for x in (compiled.strict, compiled.decode, compiled.encode) for s in x.stages]
     lines = ["import torch", f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}"]
     lines += [f"from optgen.runtime.eager import {', '.join(reference.needs(schedules))}"]
     lines += host.scalars_function(emit._host(compiled.strict), unpack_of(spec), "scalars_of_step")
@@ -240,8 +264,7 @@ class Run:
         """One step in place."""
         names = [b.name for b in self.built.compiled.strict.program.buffers]
         tensors = [g if name == "g" else self.buffers[name] for name in names]
-        seen = layout.matrix_shape(self.built.spec.matrix, g.shape)
-        tensors = [x.view(seen) if x.shape == g.shape else x for x in tensors]
+        tensors = [self._seen(x) if x.shape == g.shape else x for x in tensors]
         values = self.scalars()
         count = len(self.built.compiled.strict.host)
         self.steps += 1
@@ -253,10 +276,16 @@ class Run:
                     total = done.send(sums.in_lanes(total.reshape(1)))
         self.host_states = dict(zip(self.host_states, values[count:], strict=True))
 
+    def _seen(self, x: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as kernels see it."""
+        return x.view(layout.matrix_shape(self.built.matrix, x.shape))
+
     def decoded(self) -> dict[str, Tensor]:
         """The fp32 weight under "p" and the fp32 states."""
-        names = [b.name for b in self.built.compiled.decode.program.buffers if b.reads]
-        return self.built.decode(*(self.buffers[name] for name in names)) | {
+        buffers, shape = self.built.compiled.decode.program.buffers, self.buffers["p"].shape
+        stored = [self.buffers[b.name] for b in buffers if b.reads]
+        made = self.built.decode(*(self._seen(x) if x.shape == shape else x for x in stored))
+        return {name: x.view(shape) for name, x in made.items()} | {
             name: self.buffers[name].float() for name in small_states(self.built)
         }
 
@@ -330,7 +359,8 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
             values[decl.name] = torch.full(shape, float(first))
         if decl.init != 0.0:
             starts.add(decl.name)
-    encoded = built.encode(values)
+    seen = layout.matrix_shape(built.matrix, weight.shape)
+    encoded = built.encode({k: v.view(seen) if v.shape == weight.shape else v for k, v in values.items()})
     out = {}
     for b in built.compiled.strict.program.buffers:
         if b.role == "grad":
@@ -339,7 +369,8 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
             shape = layout.value_shape(few[b.owner], weight.shape, built.spec.matrix)
             out[b.name] = torch.full(shape, values[b.owner].item(), dtype=getattr(torch, b.dtype.torch))
             continue
-        out[b.name] = encoded[b.name].clone().contiguous()
+        whole = b.space.name == "elem" and not b.dtype.packed
+        out[b.name] = encoded[b.name].clone().contiguous().view(weight.shape if whole else encoded[b.name].shape)
         if b.owner not in starts:
             out[b.name].fill_(emit._zero(built.case, b.name))
     out["p"] = rounded.clone()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, Float, LogMinMax, Plan, Split, f32, floats, softsign, ue8m8
+from optgen.formats import Blocked, Factored, Float, LogMinMax, Plan, Split, f32, floats, softsign, ue8m8
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
 from optgen.ops import dtypes, spaces
@@ -19,7 +19,8 @@ ALL = [p for p in vars(plans).values() if isinstance(p, Plan)]
 STATES = adamw.present({f.name: False for f in adamw.flags})
 EXPECTED = (
     "fp32 bf16 bf16_sr bf16_kahan fp32_master split32 int8_split24 int6_split24 int5_split24 int4_split24 int8 "
-    "int8_rn_split24 flashoptim bnb8 torchao8 torchao4 torchao_fp8"
+    "int8_rn_split24 flashoptim bnb8 torchao8 torchao4 torchao_fp8 lpmm4 lpmm4_factor "
+    "int4_factored_split24"
 ).split()
 
 each_plan = pytest.mark.parametrize("plan", ALL, ids=lambda p: p.name)
@@ -180,8 +181,8 @@ def test_unknown_parts_are_refused_with_the_nearest_known() -> None:
 def test_forced_plans_say_why_and_only_those_round_averages_to_nearest() -> None:
     slow = {"exp_avg": Recurs("ema", 0.9), "exp_avg_sq": Recurs("ema", 0.999)}
     for plan in ALL:
-        kept = plan.storage(STATES, dtypes.bf16, False, slow).states["exp_avg_sq"]
-        nearest = kept.noise_bits == 0 and kept != floats.f32
+        kept = plan.storage(STATES, dtypes.bf16, False, slow).states.values()
+        nearest = any(f.noise_bits == 0 and f != floats.f32 and not isinstance(f, Factored) for f in kept)
         assert nearest == bool(plan.forced), plan.name
 
 

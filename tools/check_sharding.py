@@ -310,6 +310,36 @@ def decoded(cls: Any, group: dict[str, Any], p: Tensor, entry: dict[str, Any]) -
     return {name: whole(value) for name, value in made.items()}
 
 
+@case(2)
+def rows_and_columns_of_formats(here: Here) -> None:
+    """Statistics that a format keeps are those of the whole tensor: maxima bit for bit, sums where eager torch has all
+    of it; states saved on two ranks are those of one, and dense ones are refused."""
+    mesh = here.mesh(here.world)
+    for plan, backend in (("lpmm4", here.backend), ("int4_factored_split24", "reference")):
+        cls = optgen.compile("adamw", plan, "strict")
+        pieces = rows(here, mesh, [(97, 130), (3, 1500), (1, 5000)], torch.bfloat16)
+        if plan == "lpmm4":
+            pieces += rows(here, mesh, [(7, 3, 16, 16)], torch.bfloat16)
+        pieces.append(Piece(here.values(70, 128 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
+        runs = Runs(here, cls, pieces, plan=plan, backend=backend)
+        for _ in range(3):
+            runs.step()
+        runs.same()
+        saved = {
+            number: {key: whole(x) if isinstance(x, Tensor) else x for key, x in entry.items()}
+            for number, entry in runs.many.state_dict()["state"].items()
+        }
+        groups = runs.many.state_dict()["param_groups"]
+        runs.one.load_state_dict({"state": saved, "param_groups": groups})
+        runs.same()
+        p, q = runs.alone[0], runs.parts[0]
+        _, module, variant = checkpoint.select(cls, runs.one.param_groups[0], p)
+        dense = checkpoint.dense_entry(module, variant, p, runs.one.state[p])
+        one = cls([q], plan=plan, backend=backend)
+        with refused(ValueError, "statistics of whole rows and columns"):
+            one.load_state_dict({"state": {0: dense}, "param_groups": [{"params": [0], "lr": 1e-2}]})
+
+
 SUMMING = {
     "came": "CAME", "adafactor": "Adafactor", "lamb": "LAMB", "stable_adamw": "StableAdamW", "sm3": "SM3",
     "lars": "LARS", "novograd": "NovoGrad", "fromage": "Fromage", "cautious_adamw": "CautiousAdamW",

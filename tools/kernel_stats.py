@@ -437,7 +437,11 @@ def chosen() -> Iterable[Job]:
 
 
 # Steps of several sweeps, whose tests ask for no spills.
-STAGED: Sequence[tuple[str, str, str]] = (("came", "int8_split24", "bfloat16"), ("lamb", "int8_split24", "bfloat16"))
+STAGED: Sequence[tuple[str, str, str]] = (
+    ("came", "int8_split24", "bfloat16"),
+    ("lamb", "int8_split24", "bfloat16"),
+    ("adamw", "lpmm4", "bfloat16"),
+)
 
 
 def staged() -> Iterable[Job]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
@@ -243,35 +244,50 @@ def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
     return found
 
 
-def decode_function(schedule: Schedule, function: str) -> list[str]:
+def decode_function(step: Step, function: str) -> list[str]:
     """`def function(p, fields...) -> dict`: the f32 weight under "p" and the f32 states, in the parameter's shape."""
-    program, sweep = schedule.program, schedule.sweep
-    printer = Printer(SPELL, {})
-    tensors = [f"{b.name}_tensor" for b in program.buffers if b.reads]
-    out = wrapped(f"def {function}(", tensors, "):")
+    out = wrapped(f"def {function}(", [f"{b.name}_tensor" for b in step.program.buffers if b.reads], "):")
     out.append('    """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter\'s shape."""')
-    out.append(f"    b = Blocks(p_tensor, {program.block})")
-    lines = bound_lines(sweep.lets, printer)
-    out += [f"    {line}" for stage in lines.values() for line in with_comments(stage)]
-    results = [f'"{program.buffer(s.buffer).owner}": b.flat({printer.text(s.node)})' for s in sweep.stores]
-    return [*out, "    return {", *(f"        {r}," for r in results), "    }"]
+    return out + _codec(step, "p_tensor", lambda program, name: (f'"{program.buffer(name).owner}"', "", ""))
 
 
-def encode_function(schedule: Schedule, function: str) -> list[str]:
+def encode_function(step: Step, function: str) -> list[str]:
     """`def function(values) -> dict`: fields from fp32 values, rounded to nearest."""
-    program, sweep = schedule.program, schedule.sweep
-    printer = Printer(SPELL, {})
     out = [f"def {function}(values):"]
     out.append('    """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""')
-    out.append(f'    b = Blocks(values["p"], {program.block})')
-    lines = bound_lines(sweep.lets, printer)
-    out += [f"    {line}" for stage in lines.values() for line in with_comments(stage)]
-    kinds = [_kind(program, s.buffer) for s in sweep.stores]
-    results = [
-        f'"{s.buffer}": b.flat{kind}({printer.text(s.node)}{more})'
-        for s, (kind, more) in zip(sweep.stores, kinds, strict=True)
-    ]
-    return [*out, "    return {", *(f"        {r}," for r in results), "    }"]
+    return out + _codec(step, 'values["p"]', lambda program, name: (f'"{name}"', *_kind(program, name)))
+
+
+def _codec(step: Step, weight: str, entry: Callable[[Program, str], tuple[str, str, str]]) -> list[str]:
+    """The body of a codec; `entry` says of a store under which key it is returned, and how `Blocks.flat` ends."""
+    block = step.program.block
+    out = [f"    b = Blocks({weight}, {block})"]
+    results = {}
+    for stage in step.stages:
+        program, sweep = stage.schedule.program, stage.schedule.sweep
+        if _block_size(program) != block and stage.space == spaces.elem:
+            block = _block_size(program)
+            out.append(f"    b = Blocks({weight}, {block})")
+        printer = ReferencePrinter(SPELL, {}, stage.space)
+        lines = bound_lines(sweep.lets, printer)
+        out += [f"    {line}" for lets in lines.values() for line in with_comments(lets)]
+        for s in sweep.stores:
+            buffer = program.buffer(s.buffer)
+            if buffer.role in ("partial", "temp"):
+                out.append(f"    {_stored(program, s, printer)}")
+                continue
+            key, kind, more = entry(program, s.buffer)
+            text = printer.text(s.node)
+            if buffer.space.name in spaces.SMALL:
+                # Later stages read it as what is kept.
+                out.append(f"    {s.buffer}_tensor = {text}")
+                results[s.buffer] = f"{key}: {s.buffer}_tensor"
+            else:
+                results[s.buffer] = f"{key}: b.flat{kind}({text}{more})"
+                if stage is not step.stages[-1]:
+                    out.append(f"    {s.buffer}_tensor = b.flat{kind}({text}{more})")
+                    results[s.buffer] = f"{key}: {s.buffer}_tensor"
+    return [*out, "    return {", *(f"        {result}," for result in results.values()), "    }"]
 
 
 def tables(schedules: list[Schedule]) -> list[str]:

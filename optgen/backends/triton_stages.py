@@ -406,9 +406,9 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
         out.append("        live_block = block < blocks")
         out.append("        live = live_block & (lane < columns)")
         if is_packed(program):
-            out.append(f"        lane = block % per_row * {block} + tl.arange(0, {block // 8})[None, :] * 8")
-            out.append("        at_eight = block // per_row * tl.cdiv(columns, 8) + lane // 8")
-            out.append("        live_eight = live_block & (lane < columns)")
+            out.append(f"        eighth = block % per_row * {block} + tl.arange(0, {block // 8})[None, :] * 8")
+            out.append("        at_eight = block // per_row * tl.cdiv(columns, 8) + eighth // 8")
+            out.append("        live_eight = live_block & (eighth < columns)")
         if _is_counted(program):
             out.append("        eights = begin + block // per_row * pace + (lane & -8)")
             out.append("        number = eights.to(tl.int32) | (lane & 7).to(tl.int32)")

@@ -15,9 +15,9 @@ from optgen.backends.host import Unpack
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, field_name
-from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
+from optgen.ir.program import Buffer, Program, Stage, Step
 from optgen.lang.spec import Spec
-from optgen.lower import lower, lower_decode, lower_encode
+from optgen.lower import lower, lower_decode, lower_encode, matrix_of
 from optgen.ops import spaces
 
 Maths = Literal["strict", "fast"]
@@ -33,8 +33,8 @@ class Compiled:
     case: Case
     strict: Step
     fast: Step
-    decode: Schedule
-    encode: Schedule
+    decode: Step
+    encode: Step
 
 
 @dataclass
@@ -133,8 +133,8 @@ def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     pieces = passes.cut(program)
     strict = passes.step(program, "strict", pieces=pieces)
     fast = strict if maths == "strict" else passes.step(program, "fast", pieces=pieces)
-    decode = passes.run(lower_decode(spec, case.storage), "strict")
-    encode = passes.run(lower_encode(spec, case.storage), "strict")
+    decode = passes.step(lower_decode(spec, case.storage), "strict")
+    encode = passes.step(lower_encode(spec, case.storage), "strict")
     return Compiled(case, strict, fast, decode, encode)
 
 
@@ -152,6 +152,8 @@ def function_name(spec: Spec, case: Case) -> str:
             words.append(f.name if case.flags[f.name] else f"no_{f.name}")
     if case.small:
         words.append("small")
+    if case.vector:
+        words.append("vector")
     return "_".join(words)
 
 
@@ -243,7 +245,7 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         rows.append(_variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name))
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
-    schedules = [s for c in compiled for s in (*(x.schedule for x in c.strict.stages), c.decode, c.encode)]
+    schedules = [x.schedule for c in compiled for s in (c.strict, c.decode, c.encode) for x in s.stages]
     single = [c.fast.stages[0].schedule for c in compiled if len(c.fast.stages) == 1]
     return {
         "__init__.py": wrapper.render(
@@ -296,6 +298,8 @@ def _variant_row(
     spec: Spec, c: Compiled, name: str, strict_host: str, fast_host: str, step: str, kernel: str, codec: str
 ) -> dict[str, Any]:
     program = c.strict.program
+    elements = {s.name for s in spec.states if s.space == spaces.elem}
+    matrix = matrix_of(spec, c.case.flags, c.case.storage)
     fields = []
     for b in program.buffers:
         if b.role in ("param", "grad"):
@@ -305,7 +309,8 @@ def _variant_row(
             zero = int(zero) * (255 // ((1 << b.dtype.bits) - 1))  # the same code everywhere in the byte
             per = f"per=8, width={b.dtype.bits}"
         where = f', space="{b.space.name}"' if b.space.name in spaces.SMALL else ""
-        where += f', matrix="{spec.matrix}"' if where and spec.matrix != "last" else ""
+        where += f', matrix="{matrix}"' if where and matrix != "last" else ""
+        where += ", shared=True" if where and b.owner in elements else ""
         fields.append(
             f'Field("{b.name}", "{b.dtype.torch}", {per}, zero={zero!r}, state="{b.owner}"{where})'
         )
@@ -317,6 +322,7 @@ def _variant_row(
         codec=codec,
         param=c.case.param.torch,
         small=c.case.small,
+        vector=c.case.vector,
         flags=dict(c.case.flags),
         fields=fields,
         scalars=tuple(let.name for let in c.strict.host),
@@ -327,7 +333,7 @@ def _variant_row(
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
-        matrix=spec.matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
+        matrix=matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
         stages=[],
     )

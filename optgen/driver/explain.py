@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from optgen.base.loc import relative
 from optgen.driver import judge, targets
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
+from optgen.formats.factored import Factored
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import Node, postorder
@@ -23,6 +25,8 @@ from optgen.ops import spaces
 from optgen.ops.prims import REDUCTIONS
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Finding
+
+UNKNOWN, NONE = "no bound is known", "no bound for an element"  # instead of an error
 
 COPY_BANDWIDTH = 4.8e12  # bytes per second: an H200's memory, for the time that the traffic alone takes
 
@@ -61,13 +65,15 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, lint.Recurrence] |
 
 
 def _bound(derive: Any) -> tuple[str, str]:
-    """(error, range) in words; a format from elsewhere has none."""
+    """(error, range) in words; a format from elsewhere has none, nor has an element of which only means are kept."""
     try:
         bound = derive()
     except TypeError:
-        return "no bound is known", ""
+        return UNKNOWN, ""
     if bound.value == 0:
         return "exact", bound.valid
+    if math.isinf(bound.value):
+        return NONE, bound.valid
     return f"{bound.value:.3g} {_of(bound.of)}", bound.valid
 
 
@@ -76,7 +82,7 @@ def _of(what: str) -> str:
 
 
 def _steady(fmt: Format, recurrence: lint.Recurrence | None) -> str:
-    exact = str(fmt) == "f32"
+    exact = str(fmt) == "f32" or isinstance(fmt, Factored)
     if exact or recurrence is None or recurrence.kind != "ema" or not recurrence.decay or recurrence.decay >= 1:
         return ""
     try:
@@ -92,7 +98,7 @@ def storage_lines(spec: Spec, storage: Storage) -> list[str]:
     lines = [f"per {storage.param.torch} parameter: {sum(r.bytes for r in rows):g} B between steps"]
     for r in rows:
         lines.append(f"  {r.name:<{names}}  {r.bytes:g} B  {r.stored}")
-        what = f"|error| <= {r.error}" if r.error not in ("exact", "no bound is known") else r.error
+        what = f"|error| <= {r.error}" if r.error not in ("exact", UNKNOWN, NONE) else r.error
         lines.append(f"  {'':<{names}}  {what}" + (f"; {r.valid}" if r.valid else ""))
     return lines
 
@@ -207,10 +213,16 @@ def why_last(step: Step) -> str:
     seen: set[int] = set()
     for let in program.body:
         inside = [n for n in postorder([let.node]) if _takes_all(n) and n.uid not in seen]
-        seen |= {n.uid for n in inside}
         if inside and let.loc is not None:
+            seen |= {n.uid for n in inside}
             what = ", ".join(dict.fromkeys(str(n.attr or n.op) for n in inside))
             users.append(f"{let.name} ({let.loc.short}) needs {what}")
+    owners: dict[str, list[str]] = {}
+    for s in program.stores:
+        inside = [n for n in postorder([s.node]) if _takes_all(n) and n.uid not in seen]
+        seen |= {n.uid for n in inside}
+        owners.setdefault(program.buffer(s.buffer).owner, []).extend(str(n.attr or n.op) for n in inside)
+    users += [f"keeping {owner} needs {', '.join(dict.fromkeys(ops))}" for owner, ops in owners.items() if ops]
     early = f"; {' and '.join(step.early)} stored early and read back: fewer bytes than computing it again"
     sweeps = "1 sweep and work on what it reduces" if count == 1 else f"{count} sweeps"
     return f"{sweeps}: " + "; ".join(users) + (early if step.early else "")

@@ -14,6 +14,7 @@ from optgen.base import ready
 from optgen.driver import load
 from optgen.formats.plan import Plan, Storage
 from optgen.lang.spec import Spec
+from optgen.lower import needs_matrix
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 
@@ -23,12 +24,16 @@ DEFAULT_PLAN = {"float32": "int8_split24", "bfloat16": "int8_split24", "float16"
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of one pair: a flag setting, a parameter dtype, a size class; and how all is stored then."""
+    """One setting of one pair: a flag setting, a parameter dtype, a size class; and how all is stored then.
+
+    vector   whether for tensors of fewer than two dimensions only, where formats differ for them
+    """
 
     flags: Mapping[str, bool]
     param: DType
     small: bool
     storage: Storage
+    vector: bool = False
 
 
 def settings(spec: Spec) -> Iterator[dict[str, bool]]:
@@ -47,6 +52,8 @@ def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
             small = plan.storage(present, param, True, recurrences)
             if small.states != full.states:
                 yield Case(flags, param, True, small)
+        if full.matrix is not None and not needs_matrix(spec, flags):
+            yield Case(flags, param, False, plan.storage(present, param, False, recurrences, vector=True), True)
 
 
 @lru_cache(maxsize=4096)

@@ -4,12 +4,14 @@ from optgen.formats import codebooks, companders, floats, masters, scales
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
 from optgen.formats.companders import Compander, compander, linear, log, power, root, softsign
+from optgen.formats.factored import Factored
 from optgen.formats.floats import Float, bf16, f16, f32
 from optgen.formats.format import Field, Format, Master, Noise
 from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
+from optgen.formats.rank1 import Rank1
 from optgen.formats.scales import Scale, bf16_up, e8m0, fp16, fp32, ue7m9, ue8m8
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Compander",
     "Copy",
     "Ecc8",
+    "Factored",
     "Field",
     "Float",
     "Format",
@@ -28,6 +31,7 @@ __all__ = [
     "Native",
     "Noise",
     "Plan",
+    "Rank1",
     "Scale",
     "Split",
     "Storage",

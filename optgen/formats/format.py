@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from optgen.lang.spec import Matrix
 from optgen.lang.values import Num, cast, lshr, sqrt
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
@@ -26,15 +27,20 @@ Rounding = Literal["nearest", "stochastic", "auto"]
 
 @dataclass(frozen=True)
 class Field:
-    """One stored tensor: `per` elements share an entry (1: shape of the parameter); `zero` decodes to 0."""
+    """One stored tensor: `per` elements share an entry (1: shape of the parameter); `zero` decodes to 0.
+
+    space   "elem", or for one f32 per row, column, matrix or tensor: "row", "col", "mat", "tensor"
+    """
 
     dtype: DType
     per: int = 1
     zero: int | float = 0
+    space: str = "elem"
 
     @property
     def bytes_per_param(self) -> float:
-        return self.dtype.bytes / self.per
+        """What an element takes; one entry of many elements is counted as nothing where it is a row's or more."""
+        return self.dtype.bytes / self.per if self.space == "elem" else 0.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,23 @@ class Format(ABC):
         return False
 
     @property
+    def matrix(self) -> Matrix | None:
+        """Which matrix the format's rows and columns are those of; None where it has none.
+
+        A rule that has rows and columns of its own decides for both.
+        """
+        return None
+
+    @property
+    def as_kept(self) -> bool:
+        """Whether the rule goes on with the new value as it was kept, not as it was computed."""
+        return False
+
+    def of_vectors(self) -> Format:
+        """What keeps the state where a tensor has no rows and columns; itself where it needs none."""
+        return self
+
+    @property
     def block(self) -> int:
         """How many neighbours share a field; 1 where nothing is shared."""
         return max((f.per for f in self.fields().values()), default=1)
@@ -126,7 +149,7 @@ class Format(ABC):
 
     @abstractmethod
     def fields(self) -> dict[str, Field]:
-        """Suffix -> Field, in storage order; the first suffix is ""."""
+        """Suffix -> Field, in storage order; what there is one of per element has the suffix ""."""
 
     @abstractmethod
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:

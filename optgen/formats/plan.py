@@ -17,6 +17,7 @@ from optgen.formats import floats
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.lang.declare import StateDecl
+from optgen.lang.spec import Matrix
 from optgen.ops.dtypes import DType, f32
 
 SMALL = 4096
@@ -39,6 +40,7 @@ class Storage:
 
     param    the parameter's dtype
     small    whether for tensors below the plan's small_numel
+    vector   whether for tensors without rows and columns, where formats differ for them
     states   name -> format, every rounding resolved
     nonneg   names of the states that are never negative
     """
@@ -49,6 +51,13 @@ class Storage:
     master: Master
     states: dict[str, Format]
     nonneg: frozenset[str] = frozenset()
+    vector: bool = False
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """Which matrix the formats' rows and columns are those of: the last two dimensions, if one asks for them."""
+        wanted = {f.matrix for f in self.states.values()} - {None}
+        return "last" if "last" in wanted else "first" if wanted else None
 
     @property
     def block(self) -> int:
@@ -87,7 +96,10 @@ def _first_frame_outside() -> FrameType:
     return frame
 
 
-_PARTS = ("name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "forced")
+_PARTS = (
+    "name", "master", "signed", "nonneg", "reduced", "initial", "small", "small_numel", "overrides", "read_back",
+    "forced",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -105,6 +117,8 @@ class Plan:
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
     overrides    state name -> format, before all of these
+    read_back    whether a step of several sweeps may take a new value from where it was stored, where that saves bytes;
+                 without it, it goes on with what it computed
     forced       why the plan is built although the lint refuses it; "" if it is not
     """
 
@@ -118,6 +132,7 @@ class Plan:
     small: Format
     small_numel: int
     overrides: Mapping[str, Format]
+    read_back: bool
     forced: str
     loc: Loc = field(compare=False)
 
@@ -134,6 +149,7 @@ class Plan:
         small: Format = floats.f32,
         small_numel: int = SMALL,
         overrides: Mapping[str, Format] | None = None,
+        read_back: bool = True,
         forced: str = "",
         **unknown: object,
     ) -> None:
@@ -151,6 +167,7 @@ class Plan:
             "small": small,
             "small_numel": small_numel,
             "overrides": MappingProxyType(dict(overrides or {})),
+            "read_back": read_back,
             "forced": forced,
             "loc": locs.of_frame(frame),
         }
@@ -181,6 +198,11 @@ class Plan:
             raise UserError(
                 "E305", loc=self.loc, what="small, reduced or initial in blocks", want="a format without blocks there"
             )
+        for slot, fmt in (("small", self.small), ("reduced", self.reduced), ("initial", self.initial)):
+            if fmt.matrix is not None:
+                raise UserError(
+                    "E305", loc=self.loc, what=f"{slot}={fmt}", want="a format that needs no rows and columns there"
+                )
 
     def _not_a(self, slot: str, value: object, want: str, kind: type) -> UserError:
         called = isinstance(value, type) and issubclass(value, kind)
@@ -193,7 +215,7 @@ class Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
         frame = _first_frame_outside()
         own = {k: getattr(self, k) for k in ("master", "signed", "nonneg", "reduced", "initial", "small")}
-        own |= {"small_numel": self.small_numel, "forced": self.forced}
+        own |= {"small_numel": self.small_numel, "read_back": self.read_back, "forced": self.forced}
         for key in changes:
             if key not in _PARTS:
                 raise UserError("E306", loc=locs.of_frame(frame), got=key, hint=did_you_mean(key, _PARTS))
@@ -212,8 +234,12 @@ class Plan:
         param: DType,
         small: bool,
         recurrences: Mapping[str, Any] | None = None,
+        *,
+        vector: bool = False,
     ) -> Storage:
         """The formats of these states (those present under the flags), for a parameter dtype and size class.
+
+        `vector`: for tensors of fewer than two dimensions; the formats of others may need rows and columns.
 
         `recurrences` gives each state's recurrence: by it rounding "auto" becomes nearest or stochastic
         (`rounds_to_nearest`; stochastic where it is not given).  Raises UserError where a format cannot hold a
@@ -221,7 +247,7 @@ class Plan:
         """
         chosen: dict[str, Format] = {}
         for state in states:
-            chosen[state.name] = self._resolved(state, small, recurrences)
+            chosen[state.name] = self._resolved(state, small, vector, recurrences)
         by_name = {s.name: s for s in states}
         for state in states:
             base = by_name.get(state.normalized_by or "")
@@ -231,10 +257,14 @@ class Plan:
         master = Native() if param is f32 else self.master
         self._check_fields(states, chosen, master, param)
         nonneg = frozenset(s.name for s in states if s.nonneg)
-        return Storage(self, param, small, master, chosen, nonneg)
+        return Storage(self, param, small, master, chosen, nonneg, vector)
 
-    def _resolved(self, state: StateDecl, small: bool, recurrences: Mapping[str, Any] | None) -> Format:
+    def _resolved(
+        self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None
+    ) -> Format:
         fmt = self._format(state, small)
+        if vector:
+            fmt = fmt.of_vectors()
         if fmt.rounding != "auto":
             return fmt
         recurrence = (recurrences or {}).get(state.name)
@@ -280,6 +310,9 @@ class Plan:
             if state.space.name != "elem" and fmt != floats.f32:
                 space = state.space.name
                 raise UserError("E303", loc=places, plan=self.name, state=state.name, space=space, format=fmt)
+            if state.init == "param" and fmt.matrix is not None:
+                what = f"`{state.name}`, which starts as the weight, kept as {fmt}"
+                raise UserError("E305", loc=places, what=what, want="a format that needs no rows and columns")
             if fmt.block > 1:
                 sizes.setdefault(fmt.block, state.name)
         if len(sizes) > 1:

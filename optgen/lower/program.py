@@ -11,12 +11,13 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Kept, Let, Program, Store
 from optgen.ir.ranges import is_plus
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value
 from optgen.lower.naming import Recorder
 from optgen.lower.noise import deal
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
+from optgen.ops.spaces import Space
 
 GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
 
@@ -40,7 +41,10 @@ def state_buffers(spec: Spec, storage: Storage, state: str) -> dict[str, Buffer]
     own = next(d.space for d in spec.states if d.name == state)
     out = {}
     for suffix, field in storage.states[state].fields().items():
-        space = own if field.per == 1 else spaces.block(field.per)
+        if field.space != "elem":
+            space = Space(field.space)
+        else:
+            space = own if field.per == 1 else spaces.block(field.per)
         out[suffix] = Buffer(field_name(state, suffix), field.dtype, space, "state", state)
     return out
 
@@ -128,8 +132,49 @@ def _buffers(spec: Spec, storage: Storage, grad: DType) -> tuple[Buffer, ...]:
     return tuple(out)
 
 
+PACK = 64  # columns that packed codes are walked in where nothing else is in blocks
+
+
 def _block(buffers: tuple[Buffer, ...]) -> int:
-    return max((b.space.size for b in buffers), default=0) or 1
+    least = PACK if any(b.dtype.packed for b in buffers) else 1
+    return max((b.space.size for b in buffers), default=0) or least
+
+
+def needs_matrix(spec: Spec, flags: Mapping[str, bool]) -> bool:
+    """Whether the rule itself works on rows and columns: it has no vectors then."""
+    trace = spec.trace(dict(flags))
+    nodes = ir.postorder([trace.p, *trace.states.values()])
+    return any(n.space.name in ("row", "col", "mat") or n.op == "call" for n in nodes)
+
+
+def matrix_of(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Matrix:
+    """Which matrix rows and columns are those of: the rule's, or where it has none, that of the formats."""
+    if storage.matrix is None or needs_matrix(spec, flags):
+        return spec.matrix
+    return storage.matrix
+
+
+def _replacing(old: Node, new: Node) -> Rewriter:
+    return Rewriter(lambda node: new if node is old else node)
+
+
+def _with_kept(
+    storage: Storage, weight: Node, states: Mapping[str, Node], body: list[Let]
+) -> tuple[Node, dict[str, Node], list[Let]]:
+    """New weight, new states and lets, where what reads a new value finds it as it is kept (Format.as_kept)."""
+    new, lets = dict(states), list(body)
+    for name, fmt in storage.states.items():
+        if not fmt.as_kept:
+            continue
+        value = new[name]
+        kept = fmt.decode(fmt.encode(Value(value))).node
+        rewrite = _replacing(value, kept)
+        weight = rewrite(weight)
+        new = {k: v if k == name else rewrite(v) for k, v in new.items()}
+        at = max((i + 1 for i, let in enumerate(lets) if let.node is value), default=len(lets))
+        lets = [let if let.node is value else replace(let, node=rewrite(let.node)) for let in lets]
+        lets.insert(at, Let(f"{name}_kept", kept, doc=f"{name} as it is kept"))
+    return weight, new, lets
 
 
 def hyper_names(spec: Spec) -> tuple[str, ...]:
@@ -161,16 +206,22 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
     # Spec leaves are f32 loads by logical name; a decode may load an f32 buffer of that same name, so the
     # author's expressions are rewritten before the two meet.
     rewrite = Rewriter(substitute)
-    body = [Let("g", g.node, "decode")] + decoded
-    body += [replace(let, node=rewrite(let.node)) for let in trace.lets]
-    new_states = {name: Value(rewrite(node)) for name, node in trace.states.items()}
-    words, stores = _encode_all(spec, storage, Value(rewrite(trace.p)), new_states, stochastic=True)
+    lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
+    new_weight, new_nodes, lets = _with_kept(
+        storage, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets
+    )
+    body = [Let("g", g.node, "decode"), *decoded, *lets]
+    new_states = {name: Value(node) for name, node in new_nodes.items()}
+    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, stochastic=True)
     body += words
     used = set(ir.loads([let.node for let in body] + [s.node for s in stores]))
     buffers = tuple(replace(b, reads=b.name in used) for b in buffers)
-    kept = [Kept("p", weight.node, rewrite(trace.p))]
-    elements = [name for name, v in states.items() if v.node.space == spaces.elem]
-    kept += [Kept(name, states[name].node, rewrite(trace.states[name])) for name in elements]
+    kept = [Kept("p", weight.node, new_weight)]
+    # What needs values of rows and columns to be read is not read back within the step: they change with it.
+    elements = [n for n, v in states.items() if v.node.space == spaces.elem and storage.states[n].matrix is None]
+    kept += [Kept(name, states[name].node, new_nodes[name]) for name in elements]
+    if not storage.plan.read_back:
+        kept = []
     names = hyper_names(spec)
     present_host = spec.present_host(flags)
     return Program(

@@ -413,8 +413,9 @@ class Cutter:
                 known.add(n.attr)
                 found.append(Buffer(n.attr, n.dtype, n.space, "temp", n.attr, True, False))
         blocks = [b.space.size for b in found] + [n.attr for n in nodes if n.op in ("block_max", "block_min")]
+        least = self.program.block if any(b.dtype.packed for b in found) else 1
         return replace(
-            self.program, buffers=tuple(found), body=lets, stores=tuple(stores), block=max(blocks, default=0) or 1,
+            self.program, buffers=tuple(found), body=lets, stores=tuple(stores), block=max(blocks, default=0) or least,
             kept=(), space=space, host_stores=(),
         )  # fmt: skip
 

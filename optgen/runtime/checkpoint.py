@@ -294,7 +294,8 @@ def select(
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
-    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, p.numel() < chosen.limit, flags)
+    small, vector = p.numel() < chosen.limit, p.ndim < 2
+    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, small, flags, vector)
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
@@ -358,6 +359,11 @@ def _load_one(
     made = _scalars(variant, found, dense, where, misfits)
     if dense:
         _numbers(found, variant.states, where, misfits)
+        if variant.of_whole and parts is not None and parts.layout.dims():
+            misfits.add(
+                f"{where}: its states are kept with statistics of whole rows and columns, which parts on several ranks "
+                f"do not have: load dense states on one rank, save, and load that"
+            )
         if len(misfits.lines) == before:
             values = {key: found[key].to(p.device) for key in variant.states}
             room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
@@ -446,7 +452,7 @@ def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
     """Whether an entry holds torch's dense tensors of the states, not the variant's own fields."""
     if not variant.fields:
         return False
-    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if f.space != "elem"}
+    few = {f.owner: layout.field_shape(f, p.shape) for f in variant.fields if not f.wide}
     dense = all(
         isinstance(value := found.get(name), Tensor)
         and value.is_floating_point()

@@ -150,16 +150,18 @@ def encode(
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: room[f.name] if room and f.name in room else empty_field(f, shape, device) for f in fields}
     for f in fields:
-        if f.space != "elem":  # as it is, in the field's dtype
+        if not f.wide:  # as it is, in the field's dtype
             value = values[f.owner]
             out[f.name].copy_(value) if isinstance(value, Tensor) else out[f.name].fill_(value)
-    fields = [f for f in fields if f.space == "elem"]
-    few = {f.owner for f in variant.fields if f.space != "elem"}
+    fields = [f for f in fields if f.wide]
+    few = {f.owner for f in variant.fields if not f.wide}
     values = {name: value for name, value in values.items() if name not in few}
     if not fields:
         return out
     weight = (p.detach() if weight is None else weight).contiguous()
     dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items()}
+    if variant.of_whole:
+        return _encode_whole(variant, function, weight, dense, fields, out)
     for piece in pieces(shape, variant.block):
         part = piece.of(weight, shape, 1).to(torch.float32).contiguous()
         arguments = {"p": part}
@@ -175,6 +177,43 @@ def encode(
     return out
 
 
+def _encode_whole(
+    variant: Variant,
+    function: Callable[..., Mapping[str, Tensor]],
+    weight: Tensor,
+    values: Mapping[str, Tensor | float],
+    fields: Collection[Field],
+    out: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """`encode` where statistics of the whole tensor are stored: all of it at a time."""
+    if not weight.numel():
+        return {name: t.zero_() if name != "p" else t for name, t in out.items()}
+    seen = matrix_shape(variant.matrix, weight.shape)
+    arguments = {"p": weight.to(torch.float32).view(seen)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            arguments[name] = value.to(torch.float32).view(seen)
+        else:
+            arguments[name] = torch.full_like(arguments["p"], value)
+    made = function(arguments)
+    for f in fields:
+        out[f.name].copy_(made[f.name].view(out[f.name].shape))
+    return out
+
+
+def _decode_whole(
+    variant: Variant, function: Callable[..., Mapping[str, Tensor]], p: Tensor, state: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """What a variant's decoder gives for all of a tensor that has elements."""
+    seen = matrix_shape(variant.matrix, p.shape)
+    stored = []
+    for f in variant.fields:
+        if f.wide:
+            field = state[f.name].to(p.device).contiguous()
+            stored.append(field.view(seen) if f.space == "elem" and f.per == 1 else field)
+    return function(p.detach().contiguous().view(seen), *stored)
+
+
 def decode(
     plan: ModuleType, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str]
 ) -> dict[str, Tensor]:
@@ -183,11 +222,17 @@ def decode(
     function: Callable[..., Mapping[str, Tensor]] = getattr(
         plans.part(plan, "reference"), f"{variant.codec_name}_decode"
     )
-    few = {f.owner: state[f.name].to(torch.float32, copy=True) for f in variant.fields if f.space != "elem"}
+    few = {f.owner: state[f.name].to(torch.float32, copy=True) for f in variant.fields if not f.wide}
     elements = [name for name in wanted if name not in few]
     out = {name: torch.empty(shape, dtype=torch.float32, device=p.device) for name in elements}
     out |= {name: value for name, value in few.items() if name in wanted}
     if not elements:
+        return out
+    if variant.of_whole:
+        if p.numel():
+            made = _decode_whole(variant, function, p, state)
+            for name in elements:
+                out[name].copy_(made[name].view(shape))
         return out
     weight = p.detach().contiguous()
     for piece in pieces(shape, variant.block):
@@ -208,6 +253,9 @@ def first(
     function: Callable[..., Mapping[str, Tensor]] = getattr(
         plans.part(plan, "reference"), f"{variant.codec_name}_decode"
     )
+    if variant.of_whole:
+        made = _decode_whole(variant, function, p, state)
+        return {name: made[name].reshape(-1)[:least] for name in wanted}
     piece = Piece(0, 1, 0, min(grid(p.shape)[1], -(-least // variant.block) * variant.block), True)
     fields = [f for f in variant.fields if f.space == "elem"]
     stored = [piece.of(state[f.name], p.shape, f.per, f.width) for f in fields]

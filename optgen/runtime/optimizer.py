@@ -86,7 +86,7 @@ class Choice:
 
     __slots__ = (
         "_by_shape", "_cls", "_group", "backend", "counted", "device", "dtype", "large", "limit", "own", "plan",
-        "small",
+        "small", "vector",
     )  # fmt: skip
 
     def __init__(self, cls: type, group: dict[str, Any], p: Tensor, scaled: bool, own: str | None) -> None:
@@ -107,17 +107,20 @@ class Choice:
         flags = options.flags_of(cls, group)
         self.large = plans.variant(self.plan, p.dtype, False, flags)
         self.small = plans.variant(self.plan, p.dtype, True, flags)
+        self.vector = plans.variant(self.plan, p.dtype, False, flags, True)
 
     def variant(self, p: Tensor) -> Variant:
         if self._by_shape is not None:
             return self._by_shape.get(p.shape) or self._find(p)
-        return self.small if self.limit and p.numel() < self.limit else self.large
+        if self.limit and p.numel() < self.limit:
+            return self.small
+        return self.large if p.ndim >= 2 else self.vector
 
     def _find(self, p: Tensor) -> Variant:
         """Where flags follow the shape, every shape has its variant."""
         assert self._by_shape is not None
         flags = options.flags_of(self._cls, self._group, tuple(p.shape))
-        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags)
+        found = plans.variant(self.plan, p.dtype, p.numel() < self.limit, flags, p.ndim < 2)
         self._by_shape[p.shape] = found
         return found
 

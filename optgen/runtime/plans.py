@@ -120,15 +120,18 @@ def has_part(module: ModuleType, name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def variant(module: ModuleType, dtype: torch.dtype, small: bool, flags: tuple[tuple[str, bool], ...]) -> Variant:
-    """The variant for parameters of that dtype; `small` falls back to the variant for all sizes."""
+def variant(
+    module: ModuleType, dtype: torch.dtype, small: bool, flags: tuple[tuple[str, bool], ...], vector: bool = False
+) -> Variant:
+    """The variant for parameters of that dtype; `small` and `vector` (of fewer than two dimensions) fall back to the
+    variant for all."""
     name, setting = dtype_name(dtype), dict(flags)
     fitting = [
         v for v in module.VARIANTS if v.param == name and all(setting.get(flag) == on for flag, on in v.flags.items())
     ]
-    for size in (small, False):
+    for kind in (("small",) if small else ()) + (("vector",) if vector else ()) + ("",):
         for v in fitting:
-            if v.small == size:
+            if kind == ("small" if v.small else "vector" if v.vector else ""):
                 return v  # type: ignore[no-any-return]
     plan = module.__name__.rpartition(".")[2]
     dtypes = ", ".join(dict.fromkeys(v.param for v in module.VARIANTS))
@@ -143,7 +146,8 @@ def at_step(module: ModuleType, variant: Variant, flags: tuple[tuple[str, bool],
     if wanted == dict(variant.flags):
         return variant
     for v in module.VARIANTS:
-        if (v.param, v.small, dict(v.flags)) == (variant.param, variant.small, wanted):
+        same = (v.param, v.small, v.vector) == (variant.param, variant.small, variant.vector)
+        if same and dict(v.flags) == wanted:
             return v  # type: ignore[no-any-return]
     raise ValueError(f"plan {module.__name__.rpartition('.')[2]!r} has no kernel with {dict(flags)}")
 

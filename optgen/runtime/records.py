@@ -181,6 +181,7 @@ class Field:
     space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
            the last two dimensions, "tensor" ()
     matrix which two dimensions those are (layout.matrix_shape)
+    shared whether it is part of how a state with a value for each element is kept, though it has fewer entries
     """
 
     name: str
@@ -191,6 +192,12 @@ class Field:
     width: int = 1
     space: str = "elem"
     matrix: str = "last"
+    shared: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether the state that it belongs to has a value for each element."""
+        return self.space == "elem" or self.shared
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
@@ -250,6 +257,7 @@ class Variant:
     codec        `<codec>_decode` and `<codec>_encode` convert its states, likewise
     param        dtype of the parameter ("bfloat16")
     small        whether it is the variant for tensors too small to be worth quantizing
+    vector       whether it is the variant for tensors of fewer than two dimensions, where the plan has one
     flags        the setting of the flags that it was made for
     fields       what is stored, in the order of the step function's arguments
     scalars      names of the step function's host scalars, in order
@@ -271,6 +279,7 @@ class Variant:
     scalars: tuple[str, ...]
     host: HostFunction
     small: bool = False
+    vector: bool = False
     flags: Mapping[str, bool] = field(default_factory=dict)
     block: int = 1
     stochastic: bool = False
@@ -294,6 +303,11 @@ class Variant:
         """Whether it keeps or computes anything per row, column or matrix of the last two dimensions."""
         spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
         return not spaces.isdisjoint({"row", "col", "mat", "call"})
+
+    @cached_property
+    def of_whole(self) -> bool:
+        """Whether its states can be read and written only for the whole tensor at once."""
+        return any(f.shared for f in self.fields)
 
     @property
     def kernel_name(self) -> str:

@@ -311,7 +311,7 @@ class Parts:
         """What this rank takes of a saved state: of DTensors that lie as its own, and of whole tensors; dense values
         of states, too.  ValueError where one fits neither."""
         fields = {f.name: f for f in self.variant.fields}
-        few = {f.owner: f for f in self.variant.fields if f.space != "elem"}
+        few = {f.owner: f for f in self.variant.fields if not f.wide}
         out = {}
         for name, value in entry.items():
             own = [self.field(fields[name])] if name in fields else []
@@ -358,7 +358,7 @@ def decode(
         return layout.decode(plan, variant, p, entry, wanted)
     parts = Parts.of(p, variant)
     made = layout.decode(plan, variant, parts.weight(p), locals_of(entry), wanted)
-    few = {f.owner: f for f in variant.fields if f.space != "elem"}
+    few = {f.owner: f for f in variant.fields if not f.wide}
     out: dict[str, Tensor] = {}
     for name, value in made.items():
         if name in few:

@@ -22,13 +22,15 @@ from optgen.base.errors import UserError
 from optgen.formats import fp8
 from optgen.formats.blocked import HALF, Blocked
 from optgen.formats.codebook import Codebook
-from optgen.formats.companders import BELOW, Compander
+from optgen.formats.companders import BELOW, Compander, linear
+from optgen.formats.factored import LOWEST, Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
+from optgen.formats.rank1 import Rank1
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 from optgen.ops.tables import CELL, EXACT
@@ -43,6 +45,7 @@ class Bound:
     value    the error of the code, exact: attained
     of       what it is a multiple of: "scale", "largest" (the scale times the largest number under it), either
              "* root", "value", "root" (then of the root's error)
+             value inf: there is no bound for a single element, and `valid` says what is kept
     valid    the range, in words
     slack    what f32 arithmetic may add to it
     """
@@ -93,6 +96,16 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
         return _table_bound(fmt)
     if isinstance(fmt, LogMinMax):
         return _log_bound(fmt, fmt.most if units is None else units)
+    if isinstance(fmt, Rank1):
+        return _rank1_bound(fmt)
+    if isinstance(fmt, Factored):
+        least = f"2^{math.log2(LOWEST):g}"
+        return Bound(
+            math.inf,
+            "value",
+            f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, "
+            f"columns of at least {least}",
+        )
     raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
 
 
@@ -144,6 +157,34 @@ def _blocked_bound(fmt: Blocked) -> Bound:
     return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, lambda: _blocked_formula(fmt))
 
 
+@lru_cache(maxsize=256)
+def _rank1_bound(fmt: Rank1) -> Bound:
+    random, free = stochastic(fmt), fmt.zero == "free" and not fmt.signed
+    half = fmt.zero == "half" and not fmt.signed
+    g = _inverse(fmt.compander)
+    value = largest_error(fmt.compander, fmt.codes, random=random, half=half, free=free)
+    unit = 1e-6
+    steepest = (1.0 - g(1.0 - unit)) / unit
+    roundings = 4 if fmt.compander == linear else 4 + BELOW / ROUNDOFF if fmt.compander.short_decode else 2**9
+    slack = (roundings * steepest + roundings) * ROUNDOFF
+    if fmt.in_blocks:
+        scale = f"the largest |{_what(fmt)}| of the block"
+    else:
+        scale = f"the smaller of the largest |{_what(fmt)}| in its row and in its column"
+    valid = f"scale = {scale}, at least {fmt.lowest:.3g}"
+
+    def formula() -> Any:
+        import sympy
+
+        outer = _compander_formula(fmt.compander, fmt.codes, random)
+        if outer is None or not free:
+            return outer
+        y = sympy.Symbol("y", positive=True)
+        return sympy.Max(outer, exactly(fmt.compander.inverse(y)).subs(y, sympy.Rational(1, fmt.codes)))
+
+    return Bound(value, "scale * root" if fmt.relative else "scale", valid, slack, formula)
+
+
 def readings(fmt: Codebook | Fp8) -> tuple[float, ...]:
     """What codes read as, rising, in units of the largest magnitude of the block."""
     if isinstance(fmt, Codebook):
@@ -178,7 +219,7 @@ def exactly_rational(value: float) -> Any:
     return sympy.nsimplify(value, rational=True, tolerance=2.0**-26)
 
 
-def _what(fmt: Blocked | Codebook | Fp8) -> str:
+def _what(fmt: Blocked | Codebook | Fp8 | Rank1) -> str:
     return "x / root" if fmt.relative else "root" if fmt.of == "sqrt" else "x"
 
 
@@ -186,31 +227,39 @@ def _inverse(compander: Compander) -> Callable[[float], float]:
     return lambda y: float(compander.inverse(y))
 
 
-def largest_error(compander: Compander, codes: int, *, random: bool, half: bool = False) -> float:
+def largest_error(
+    compander: Compander, codes: int, *, random: bool, half: bool = False, free: bool = False
+) -> float:
     """The largest distance between a number in [0, 1] and what its code reads as.
 
     To nearest a code's cell reaches half a code to both sides, stochastically a whole one; `half`: code 0 reads
-    as half a code.  The last cell ends at 1, the first at 0: clamp cells are cells like others here.
+    as half a code; `free`: code 1 is the first, down to 0.  The last cell ends at 1, the first at 0: clamp cells are
+    cells like others here.
     """
     g = _inverse(compander)
     reach = 1.0 if random else 0.5
     worst = 0.0
-    for code in range(codes + 1):
+    for code in range(1 if free else 0, codes + 1):
         kept = g((HALF if half and code == 0 else code) / codes)
-        low, high = g(max(code - reach, 0.0) / codes), g(min(code + reach, codes) / codes)
+        least = 0.0 if free and code == 1 else max(code - reach, 0.0)
+        low, high = g(least / codes), g(min(code + reach, codes) / codes)
         worst = max(worst, kept - low, high - kept)
     return worst
 
 
 def _blocked_formula(fmt: Blocked) -> Any:
+    return _compander_formula(fmt.compander, fmt.codes, stochastic(fmt))
+
+
+def _compander_formula(compander: Compander, codes: int, random: bool) -> Any:
     """g(1) - g(1 - cell): where the inverse g is convex, the outermost cell is the largest."""
     import sympy
 
     y = sympy.Symbol("y", positive=True)
-    g = exactly(fmt.compander.inverse(y))
+    g = exactly(compander.inverse(y))
     if not _nonnegative(sympy.diff(g, y, 2), y):
         return None
-    cell = sympy.Rational(1, fmt.codes if stochastic(fmt) else 2 * fmt.codes)
+    cell = sympy.Rational(1, codes if random else 2 * codes)
     return sympy.simplify(g.subs(y, 1) - g.subs(y, 1 - cell))
 
 
@@ -351,6 +400,8 @@ def steady_state(fmt: Format, decay: float, *, units: int | None = None) -> Stea
     """The effect of storing an exponential average with this decay in this format, over any number of steps."""
     bound = one_step_bound(fmt, units) if isinstance(fmt, LogMinMax) else one_step_bound(fmt)
     step = bound.total
+    if math.isinf(step):
+        return Steady(0.0, math.inf, "factor", "nothing is promised for an element")
     if bound.of in ("value", "root"):
         relative = (1 + step) ** 2 - 1 if bound.of == "root" else step
         low, high = _factor(decay, relative)

@@ -18,6 +18,7 @@ from optgen.formats.floats import Float
 from optgen.formats.format import Format, Noise
 from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
+from optgen.formats.rank1 import Rank1
 from optgen.verify import bounds
 from optgen.verify.bounds import Bound, one_step_bound
 
@@ -45,7 +46,9 @@ def certify(fmt: Format, units: int | None = None) -> Certificate:
     """
     if isinstance(fmt, Float):
         return _worst([_Line(fmt, ONE, ONE + (1 << 23) - 1, (), relative=True)], fmt, one_step_bound(fmt))
-    if isinstance(fmt, (Blocked, Codebook, Fp8)):
+    if isinstance(fmt, Rank1):
+        fmt = fmt.of_vectors()  # the same codes under the same scales, one for a block
+    if isinstance(fmt, (Blocked, Codebook, Fp8, Rank1)):
         lines = [_Line(fmt, 0, ONE, (1.0,), relative=False)]
         if fmt.signed:
             lines.append(_Line(fmt, 0, ONE, (1.0,), relative=False, sign=-1.0))

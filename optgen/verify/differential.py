@@ -23,16 +23,19 @@ from torch import Tensor
 from optgen import passes
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
+from optgen.formats.factored import Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
+from optgen.formats.rank1 import Rank1
+from optgen.formats.scales import LARGEST as LARGEST_SCALE
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec
 from optgen.lang.values import equal, reader_of
-from optgen.lower import lower
+from optgen.lower import lower, matrix_of
 from optgen.ops import spaces
 from optgen.ops.dtypes import FROM_TORCH, DType
 from optgen.ops.prims import REDUCTIONS
@@ -104,18 +107,19 @@ def enclose(
     """
     model = before.p.model
     shape = before.p.shape
-    seen = layout.matrix_shape(spec.matrix, shape)
+    flags = spec.flag_values(hypers, tuple(shape))
+    seen = layout.matrix_shape(matrix_of(spec, flags, storage), shape)
     if seen != shape:
-        hypers = {**hypers, **spec.flag_values(hypers, tuple(shape))}
+        hypers = {**hypers, **flags}
         views = kept and {k: v.reshape(seen) if v.shape == shape else v for k, v in kept.items()}
         after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views)
         return after.reshaped(spec, shape)
     gradient = Interval.point(g.float(), model)
     p, states, host = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
-    flags = spec.flag_values(hypers, tuple(shape))
     early = read_back(spec, storage, flags)
-    if early:
-        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, early, kept)
+    as_kept = tuple(name for name, fmt in storage.states.items() if fmt.as_kept)
+    if early or as_kept:
+        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, (*early, *as_kept), kept)
     new = {name: _kept(spec, storage, name, states, shape, kept) for name in states}
     return Values(stored_weight(storage, p), new, host, before.step + 1)
 
@@ -167,7 +171,8 @@ def _with_read_back(
     early: tuple[str, ...],
     kept: Mapping[str, Tensor] | None,
 ) -> tuple[Interval, dict[str, Interval]]:
-    """New p and states, where what reads an early value may see it before it was stored or after."""
+    """New p and states, where what reads an early value may see it before it was stored or after; where its format says
+    that the rule reads it as kept, after."""
     trace = spec.trace(flags)
     roots = {"p": trace.p, **trace.states}
     reading = Reading(before, gradient, _scalars(spec, before, hypers))
@@ -183,6 +188,8 @@ def _with_read_back(
             after = _kept(spec, storage, name, exact, before.p.shape, None)
         # An unknown end stays one: NaN wins in minimum and maximum.
         lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
+        if name != "p" and storage.states[name].as_kept:
+            lo, hi = after.lo, after.hi
         reading = reading.replacing(roots[name], Interval(lo, hi, before.p.model))
     found = {name: reading.before_replacing(node) for name, node in roots.items()}
     return found.pop("p"), found
@@ -287,6 +294,10 @@ def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
         return _stored_blocked(fmt, x, root)
     if isinstance(fmt, LogMinMax):
         return _stored_log(fmt, x)
+    if isinstance(fmt, Rank1):
+        return _stored_rank1(fmt, x, root)
+    if isinstance(fmt, Factored):
+        return fmt.decode(fmt.encode(x)) if x.lo.numel() else x  # the same formulas, read on intervals
     # A format from elsewhere: nothing is known about it.
     return Interval(torch.full_like(x.lo, math.nan), torch.full_like(x.lo, math.nan), x.model)
 
@@ -395,6 +406,32 @@ def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval |
     if scale.literal:
         lost |= (blocks.largest(_least_magnitude(value)) < low) & (top != 0)
     error = torch.where(lost, torch.nan, error)
+    kept = Interval(value.lo - error, value.hi + error, x.model)
+    if fmt.of == "sqrt":
+        kept = Interval(kept.lo.clamp(min=0), kept.hi, x.model)
+        return kept * kept
+    return kept * root if root is not None else kept
+
+
+def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None) -> Interval:
+    """The error of the code times the largest scale that the element can have."""
+    if x.lo.numel() == 0:
+        return x
+    value = x
+    if fmt.relative:
+        assert root is not None
+        value = x / root
+    if fmt.of == "sqrt":
+        value = x.reader.sqrt(x)
+    magnitude = value.magnitude()
+    if fmt.in_blocks:
+        top = _Blocks(x.shape, fmt.vectors).largest(magnitude)
+    else:
+        top = torch.minimum(magnitude.amax(-1, keepdim=True), magnitude.amax(-2, keepdim=True))
+    error = _total(bounds.one_step_bound(fmt), x.model) * top.clamp(min=fmt.lowest) * (1 + F32_UNIT)
+    if fmt.signed or fmt.zero == "keep":
+        error = torch.where(top == 0, 0.0, error)
+    error = torch.where(top <= LARGEST_SCALE, error, torch.nan)
     kept = Interval(value.lo - error, value.hi + error, x.model)
     if fmt.of == "sqrt":
         kept = Interval(kept.lo.clamp(min=0), kept.hi, x.model)
@@ -573,7 +610,9 @@ class Trial:
     def storage(self, plan: Any, recurrences: Mapping[str, Any]) -> Storage:
         """How the plan stores this parameter."""
         param = FROM_TORCH[str(self.param.dtype).removeprefix("torch.")]
-        found: Storage = plan.storage(self.spec.present(self.flags), param, self.variant.small, recurrences)
+        found: Storage = plan.storage(
+            self.spec.present(self.flags), param, self.variant.small, recurrences, vector=self.variant.vector
+        )
         return found
 
     @property

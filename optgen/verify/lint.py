@@ -19,6 +19,7 @@ L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
 L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
 L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
+L14 means of rows and columns keep no element's maximum
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from typing import Any, Literal
 from optgen.base.errors import UserError
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
+from optgen.formats.factored import Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Noise
 from optgen.formats.fp8 import Fp8
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
+from optgen.formats.rank1 import Rank1
 from optgen.ir import node as ir
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
@@ -123,6 +126,11 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
         return []
     out = _of_format(fmt, nonneg)
     kind, decay = recurrence.kind, recurrence.decay
+    if isinstance(fmt, Factored):  # in fp32: nothing that adds up is rounded away
+        if kind == "max":
+            reason = "a maximum of each element is not a maximum of means: what is kept of it can become smaller again"
+            out.append(("L14", "warning", reason))
+        return out
     nearest = fmt.noise_bits == 0
     if kind == "ema" and nearest and decay is not None:
         out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
@@ -235,7 +243,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
 
     The scale is held by another element of the block.
     """
-    if isinstance(fmt, Blocked):
+    if isinstance(fmt, (Blocked, Rank1)):
         n, f, g = fmt.codes, fmt.compander.curve, fmt.compander.inverse
         stuck = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
         return len(stuck), float(g(max(stuck) / n)) if stuck else 0.0, "scale"
@@ -286,7 +294,7 @@ def relative_cell(fmt: Format) -> float:
         normal = fmt.normal / fmt.largest if isinstance(fmt, Fp8) else 0.0
         ratio = max(b / a for a, b in itertools.pairwise(positive) if a >= normal)
         return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
-    if isinstance(fmt, Blocked):
+    if isinstance(fmt, (Blocked, Rank1)):
         g = fmt.compander.inverse
         ratio = float(g(2 / fmt.codes)) / float(g(1 / fmt.codes))
         return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
@@ -298,6 +306,7 @@ def _keeps_zero(fmt: Format) -> bool:
     """Whether 0 next to other values comes back as 0."""
     import torch
 
+    fmt = fmt.of_vectors()
     block = torch.zeros(1, 1, max(fmt.block, 2))
     block[..., 0] = 1.0
     root = torch.ones(()) if fmt.relative else None
@@ -321,7 +330,7 @@ def _wide_reductions(fmt: Format) -> tuple[str, ...]:
 def check(spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None) -> list[Finding]:
     """The findings; raises UserError for the first error unless the plan is forced, and for unproven companders."""
     for fmt in storage.states.values():
-        if isinstance(fmt, Blocked):
+        if isinstance(fmt, (Blocked, Rank1)):
             bounds.prove(fmt.compander)
     findings = lint(recurrences(spec, flags), storage)
     errors = [f for f in findings if f.severity == "error"]

@@ -1,0 +1,92 @@
+"""A nonnegative matrix kept as the means of its rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats.floats import f32
+from optgen.formats.format import Field, Format, Noise
+from optgen.lang.reductions import col_mean, mat_mean, row_mean
+from optgen.lang.spec import Matrix
+from optgen.lang.values import Num, maximum, minimum
+from optgen.ops import dtypes
+
+LOWEST = 2.0**-100  # what is kept of a row or column of zeros: fresh ones have 0
+SMALLEST_NORMAL = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Factored(Format):
+    """One f32 per row and per column of the last two dimensions, leading ones a batch: x = row * column.
+
+    A column's number is its mean, a row's is its mean over that of all rows.  No bytes per element, and no bound for
+    one: what is kept, up to rounding, are the means of rows and columns, and the mean of an average is the average of
+    the means.  Rows of less than 2^-100 of the mean of all are raised to that, columns to 2^-100, and what is read to
+    2^-126: an encoded value is never 0.  A NaN, or a sum beyond the range of f32, makes its whole matrix NaN.
+
+    reads    "computed": the rule goes on with the new value as it computed it.  An average then has at least
+             (1 - decay) * g^2 for every element, so that no gradient meets a root far smaller than itself;
+             "kept": with row * column of the new value, as Adafactor and 4-bit Factor do
+    vectors  the format where a tensor has no rows and columns
+    """
+
+    reads: Literal["computed", "kept"] = "computed"
+    vectors: Format = f32
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.reads not in ("computed", "kept"):
+            raise UserError("E305", loc=self.loc, what=f"Factored(reads={self.reads!r})", want='"computed" or "kept"')
+        if not isinstance(self.vectors, Format) or self.vectors.matrix is not None:
+            raise UserError(
+                "E305", loc=self.loc, what=f"Factored(vectors={self.vectors})",
+                want="a format that needs no rows and columns: it is for tensors that have none",
+            )  # fmt: skip
+
+    def __str__(self) -> str:
+        new = ", the new value read as kept" if self.as_kept else ""
+        return f"means of rows and columns, f32{new}"
+
+    @property
+    def signed(self) -> bool:
+        return False
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def matrix(self) -> Matrix | None:
+        return "last"
+
+    @property
+    def as_kept(self) -> bool:
+        return self.reads == "kept"
+
+    def of_vectors(self) -> Format:
+        return self.vectors
+
+    def fields(self) -> dict[str, Field]:
+        return {"row": Field(dtypes.f32, space="row"), "col": Field(dtypes.f32, space="col")}
+
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return self.decode(parts)
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        row_means = row_mean(x)
+        row_factor = maximum(row_means / maximum(mat_mean(row_means), SMALLEST_NORMAL), LOWEST)
+        col_factor = maximum(col_mean(x), LOWEST)
+        return {"row": row_factor, "col": col_factor}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        # 0 for a fresh state alone, whose rows are 0.
+        least = minimum(parts["row"], SMALLEST_NORMAL)
+        return maximum(parts["row"] * parts["col"], least)
+
+
+__all__ = ["LOWEST", "SMALLEST_NORMAL", "Factored"]

@@ -1,0 +1,510 @@
+"""Formats that keep statistics of rows and columns: Rank1 and Factored, and the 4-bit paper's plans made of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from optgen.base.errors import UserError
+from optgen.driver import emit, explain, targets
+from optgen.driver.compile import compile as compiled
+from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, floats, linear, scales, softsign
+from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
+from optgen.formats.format import Noise
+from optgen.lang import hyper, optimizer, state
+from optgen.ops import dtypes
+from optgen.runtime import checkpoint, layout, native
+from optgen.verify import bounds, lint
+from optgen.verify.bounds import ROUNDOFF, one_step_bound
+from optgen.verify.certificate import certify
+from optgen.verify.differential import Trial
+from optgen.verify.intervals import FAST
+from specs import plans
+from specs.adamw import adamw
+from tests import harness, oracles
+
+NEAREST = Rank1(4, linear, rounding="nearest")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Nonnegative numbers of many sizes."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=draw) * 10 ** (8 * torch.rand(shape, generator=draw) - 8)
+
+
+def one_huge() -> Tensor:
+    x = random(9, 20)
+    x[4, 7] = 1e30
+    return x
+
+
+def zero_lines() -> Tensor:
+    x = random(9, 20)
+    x[3] = 0
+    x[:, 5] = 0
+    return x
+
+
+MATRICES = {
+    "random": random(33, 70),
+    "row": random(1, 45),
+    "column": random(45, 1),
+    "one": random(1, 1),
+    "huge": one_huge(),
+    "zero lines": zero_lines(),
+    "grid": torch.arange(1, 17).repeat(4, 1) / 16,
+    "ties": (torch.arange(0, 16).repeat(4, 1) + torch.tensor([0.5])) / 16 + torch.eye(4, 16) * 0,
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_codes_are_those_of_the_paper(name: str) -> None:
+    """x / scale and the middles between two entries are taken in f32 by either; where the paper divides 0 by 0, ours is
+    the lowest code of the lowest scale."""
+    x = MATRICES[name]
+    parts = NEAREST.encode(x)
+    scale = oracles.rank1_scale(x.numpy())
+    dead = scale == 0
+    quotient = np.divide(x.numpy(), scale, where=~dead, out=np.zeros_like(scale))
+    codes, _ = oracles.nearest_entry(quotient, oracles.UNSIGNED_MAP.astype(np.float32))
+    assert np.array_equal(parts[""].numpy(), codes)
+    kept = NEAREST.decode(parts).numpy()
+    wanted = oracles.UNSIGNED_MAP.astype(np.float32)[codes] * scale
+    assert np.array_equal(kept[~dead], wanted[~dead])
+    assert (kept[dead] <= NEAREST.lowest).all()
+    assert (kept > 0).all()
+
+
+def test_more_dimensions_are_taken_as_the_first_against_the_rest_whose_scales_are_no_larger() -> None:
+    x = random(6, 5, 3, 4)
+    parts = NEAREST.encode(x.view(6, 60))
+    ours = torch.minimum(parts["row"], parts["col"]).view(x.shape).numpy()
+    paper = oracles.rank1_scale(x.numpy())
+    assert (ours <= paper).all()
+    assert (ours < paper).any()
+    assert (ours >= x.numpy()).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "fmt",
+    [NEAREST, replace(NEAREST, rounding="stochastic"), replace(NEAREST, zero="half", of="sqrt"),
+     replace(NEAREST, zero="keep"), Rank1(4, softsign(1), signed=True, rounding="nearest")],
+    ids=str,
+)  # fmt: skip
+def test_the_exact_worst_error_is_the_bound(fmt: Rank1, bits: int) -> None:
+    found = certify(replace(fmt, bits=bits))
+    assert found.ratio >= 0.99
+    assert found.supremum <= found.bound.total
+
+
+def test_the_bound_of_the_zero_free_code_has_a_closed_form() -> None:
+    assert str(one_step_bound(NEAREST).formula()) == "1/16"
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(
+    "fmt",
+    [NEAREST, replace(NEAREST, zero="half", of="sqrt", bits=6), Rank1(5, softsign(1), signed=True, rounding="nearest")],
+    ids=str,
+)
+def test_storing_is_within_its_bound_and_storing_twice_is_storing_once(fmt: Rank1, name: str) -> None:
+    x = MATRICES[name]
+    x = x * (-1) ** torch.arange(x.numel()).view(x.shape) if fmt.signed else x
+    value = x.sqrt() if fmt.of == "sqrt" else x
+    parts = fmt.encode(x)
+    scale = torch.minimum(value.abs().amax(-1, True), value.abs().amax(-2, True)).clamp(min=fmt.lowest)
+    kept = fmt.decode_root(parts) if fmt.of == "sqrt" else fmt.decode(parts)
+    assert ((kept - value).abs() <= one_step_bound(fmt).total * scale).all()
+    if fmt.signed:
+        assert (kept[x == 0] == 0).all()
+        assert (kept * x >= 0).all()
+    again = fmt.encode(fmt.decode(parts))
+    assert torch.equal(fmt.code(again), fmt.code(parts))
+
+
+def test_stochastic_codes_are_right_on_average() -> None:
+    """Every noise word once: the mean of what is read is the number, to half a step of the noise."""
+    fmt = Rank1(4, linear, rounding="stochastic")
+    words = torch.arange(1 << fmt.noise_bits, dtype=torch.int32) << (32 - fmt.noise_bits)
+    x = torch.tensor([[1.0, 0.53125, 0.3, 0.0625]])
+    total = torch.zeros(4, dtype=torch.float64)
+    noise = Noise(words[:, None, None].expand(-1, 1, 4), 32 - fmt.noise_bits, fmt.noise_bits)
+    parts = fmt.encode(x.expand(len(words), 1, 4), noise=noise)
+    # Of a row alone every column's largest is the element itself: the scale is read from the whole.
+    total = fmt.decode({**parts, "row": torch.ones(1, 1, 1), "col": torch.ones(1, 1, 1)}).double().mean((0, 1))
+    assert torch.allclose(total, torch.ones(4, dtype=torch.float64), atol=2.0**-16)
+
+
+def test_not_a_number_stays_in_its_row_and_column_and_an_infinity_in_its_element() -> None:
+    x = random(6, 10)
+    x[2, 3] = math.nan
+    kept = NEAREST.decode(NEAREST.encode(x))
+    lost = torch.zeros(6, 10, dtype=torch.bool)
+    lost[2], lost[:, 3] = True, True
+    assert torch.equal(kept.isnan(), lost)
+    x[2, 3] = math.inf
+    kept = NEAREST.decode(NEAREST.encode(x))
+    assert torch.equal(kept.isinf(), x.isinf())
+    assert not kept.isnan().any()
+
+
+# -- Factored
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_means_of_rows_and_columns_are_kept(name: str) -> None:
+    """But for what is raised, to far less than any number here; a fresh state reads as 0."""
+    x, fmt = MATRICES[name], Factored()
+    kept = fmt.decode(fmt.encode(x)).double()
+    exact = x.double()
+    few = (x.shape[0] + x.shape[1] + 8) * ROUNDOFF  # additions in any order, and the quotients around them
+    for dim in (-1, -2):
+        mean = exact.mean(dim)
+        raised = LOWEST * float(exact.mean(0).max()) + LOWEST * exact.shape[0] + SMALLEST_NORMAL
+        assert ((kept.mean(dim) - mean).abs() <= 2 * few * mean + 2 * raised).all()
+    assert (kept > 0).all()
+    assert not fmt.decode({"row": torch.zeros(3, 1), "col": torch.zeros(1, 4)}).any()
+
+
+def test_a_stack_is_factored_matrix_by_matrix() -> None:
+    x, fmt = random(3, 8, 9), Factored()
+    parts = fmt.encode(x)
+    assert parts["row"].shape == (3, 8, 1)
+    assert parts["col"].shape == (3, 1, 9)
+    for one, whole in zip(x, fmt.decode(parts), strict=True):
+        assert torch.allclose(whole, fmt.decode(fmt.encode(one)), rtol=1e-5)
+
+
+def test_nothing_is_promised_for_an_element() -> None:
+    bound = one_step_bound(Factored())
+    assert math.isinf(bound.value)
+    assert "means of rows and columns" in bound.valid
+    assert math.isinf(bounds.steady_state(Factored(), 0.9).high)
+
+
+# -- the paper's plans, step by step
+
+
+def nibbles(x: Tensor) -> np.ndarray:
+    """Two codes a byte, the first in the lower half."""
+    return torch.stack([x & 15, x >> 4], -1).flatten(1).numpy()
+
+
+def run(plan: str | Plan, **options: Any) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(5)
+    p = torch.nn.Parameter(torch.randn(64, 256, generator=draw))
+    cls = compiled(adamw, plan, "strict")
+    name = plan if isinstance(plan, str) else plan.name
+    return cls([p], lr=1e-2, weight_decay=0.1, plan=name, backend="reference", **options), p
+
+
+def gradient(t: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 + t)
+    return torch.randn(64, 256, generator=draw) * torch.rand(64, 1, generator=draw) ** 6
+
+
+B1, B2, EPS, LR, DECAY = 0.9, 0.999, 1e-8, 1e-2, 0.1
+# A step's roundings in fp32: fewer than 16 on the way to any of its values, none of which cancels more than its terms.
+FEW = 16 * ROUNDOFF
+
+
+def moved(p: np.ndarray, m: np.ndarray, v: np.ndarray, t: int) -> np.ndarray:
+    """AdamW's weight in fp64."""
+    step = LR / (1 - B1**t) * m / (np.sqrt(v) / math.sqrt(1 - B2**t) + EPS)
+    return p * (1 - LR * DECAY) - step
+
+
+def check_first_moment(kept: dict[str, Tensor], m: np.ndarray, terms: np.ndarray) -> None:
+    """Codes and scales of a new first moment; `terms`: the sum of the magnitudes that it was added up from."""
+    scale = oracles.group_scale(m)
+    assert np.allclose(np.repeat(kept["exp_avg_scale"].numpy(), 128, 1), scale, rtol=FEW, atol=FEW * terms.max())
+    codes, margin = oracles.nearest_entry(m / scale, oracles.SIGNED_MAP)
+    ours = nibbles(kept["exp_avg"])
+    assert np.abs(ours - codes).max() <= 1
+    assert (margin[ours != codes] <= 3 * FEW * (terms / scale)[ours != codes] + FEW).all()
+
+
+def test_fifty_steps_of_the_paper_s_adamw() -> None:
+    """Each from what is kept before it: the formulas in fp64 give the codes of both moments, but where they lie within
+    rounding of the next code's, and the weight."""
+    opt, p = run("lpmm4")
+    m, v = np.zeros((64, 256)), np.zeros((64, 256))
+    differing = 0
+    for t in range(1, 51):
+        before, g = p.detach().double().numpy(), gradient(t)
+        p.grad = g.clone()
+        opt.step()
+        g64 = g.double().numpy()
+        terms = B1 * np.abs(m) + (1 - B1) * np.abs(g64)
+        m, v = B1 * m + (1 - B1) * g64, B2 * v + (1 - B2) * g64**2
+        wanted = moved(before, m, v, t)
+        denominator = np.sqrt(v) / math.sqrt(1 - B2**t) + EPS
+        allowed = FEW * (np.abs(before) + LR / (1 - B1**t) * terms / denominator)
+        assert (np.abs(p.detach().double().numpy() - wanted) <= allowed).all()
+        kept = opt.state[p]
+        check_first_moment(kept, m, terms)
+        scale = oracles.rank1_scale(v)
+        codes, margin = oracles.nearest_entry(v / scale, oracles.UNSIGNED_MAP)
+        ours = nibbles(kept["exp_avg_sq"])
+        assert (margin[ours != codes] <= FEW).all()
+        differing += int((ours != codes).sum())
+        top = np.minimum(kept["exp_avg_sq_row"].numpy(), kept["exp_avg_sq_col"].numpy())
+        assert np.allclose(top, scale, rtol=FEW, atol=0)
+        m = oracles.SIGNED_MAP[nibbles(kept["exp_avg"])] * np.repeat(kept["exp_avg_scale"].double().numpy(), 128, 1)
+        v = oracles.UNSIGNED_MAP[ours] * top
+    assert differing < 50  # of 800 thousand
+
+
+def test_fifty_steps_of_four_bit_factor() -> None:
+    """Means of rows and columns averaged in fp64 from the first step on, the first moment from what is kept."""
+    opt, p = run("lpmm4_factor")
+    m, rows, columns = np.zeros((64, 256)), np.zeros(64), np.zeros(256)
+    for t in range(1, 51):
+        before, g = p.detach().double().numpy(), gradient(t)
+        p.grad = g.clone()
+        opt.step()
+        g64 = g.double().numpy()
+        terms = B1 * np.abs(m) + (1 - B1) * np.abs(g64)
+        m = B1 * m + (1 - B1) * g64
+        rows, columns = (B2 * x + (1 - B2) * (g64**2).mean(k) for x, k in ((rows, 1), (columns, 0)))
+        v = oracles.factored_estimate(rows, columns)
+        # A step's means are sums of 256 numbers or 64, in any order; what is off stays off from then on.
+        off = t * (256 + 64 + 16) * ROUNDOFF
+        wanted = moved(before, m, v, t)
+        step = LR / (1 - B1**t) * terms / (np.sqrt(v) / math.sqrt(1 - B2**t) + EPS)
+        allowed = FEW * np.abs(before) + (FEW + off) * step
+        assert (np.abs(p.detach().double().numpy() - wanted) <= allowed).all()
+        kept = opt.state[p]
+        found = (kept["exp_avg_sq_row"].double() * kept["exp_avg_sq_col"].double()).numpy()
+        assert np.allclose(found, v, rtol=3 * off, atol=0)
+        check_first_moment(kept, m, terms)
+        m = oracles.SIGNED_MAP[nibbles(kept["exp_avg"])] * np.repeat(kept["exp_avg_scale"].double().numpy(), 128, 1)
+
+
+# -- every backend
+
+# Of any size; codes of 4 and 6 bits, with blocks and without, stochastic and to nearest, absolute and relative.
+RANK1 = Plan(
+    "Rank-1 second moments.",
+    name="rank1",
+    signed=Blocked(4, 32, softsign(0.5), relative=True),
+    nonneg=Rank1(4, linear, vectors=32),
+    small_numel=0,
+)
+ROOTED = Plan(
+    "Rank-1 moments.",
+    name="rooted",
+    signed=Rank1(6, softsign(1), signed=True, vectors=32),
+    nonneg=Rank1(8, linear, of="sqrt", zero="half", vectors=32),
+    small_numel=0,
+)
+FACTORED = Plan(
+    "Factored second moments.",
+    name="factored",
+    master=Split(8, "stochastic"),
+    signed=Blocked(4, 32, softsign(0.5), scales.ue8m8, relative=True),
+    nonneg=Factored(vectors=LogMinMax(4, 32)),
+    small_numel=0,
+)
+AS_KEPT = FACTORED.but(name="as_kept", nonneg=Factored("kept", vectors=LogMinMax(4, 32)))
+SHAPES = [(7, 70), (66, 40), (2, 3, 70), (300,), (0, 5), ()]
+
+
+def trained(cls: Any, plan: str, backend: str, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[Any]]:
+    draw = torch.Generator().manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(s, generator=draw).bfloat16()) for s in shapes]
+    opt = cls(params, lr=1e-2, plan=plan, backend=backend)
+    for _ in range(3):
+        for p in params:
+            p.grad = (torch.randn(p.shape, generator=draw) * torch.rand(p.shape, generator=draw) ** 6).bfloat16()
+        opt.step()
+    return [p.data for p in params], [dict(opt.state[p]) for p in params]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for p, q, s, t in zip(*one[:1], *other[:1], one[1], other[1], strict=True):
+        assert torch.equal(p, q), p.shape
+        assert s.keys() == t.keys()
+        for key in s:
+            same = torch.equal(s[key], t[key]) if isinstance(s[key], Tensor) else s[key] == t[key]
+            assert same, (p.shape, key)
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "plan", [RANK1, ROOTED, FACTORED, pytest.param(AS_KEPT, marks=pytest.mark.slow)], ids=lambda x: x.name
+)
+def test_cpp_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
+    cls = compiled(adamw, plan, "strict")
+    eager = trained(cls, plan.name, "reference", SHAPES)
+    assert_same(eager, trained(cls, plan.name, "cpp", SHAPES))
+    assert all(p.isfinite().all() for p in eager[0])
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("plan", [RANK1, pytest.param(ROOTED, marks=pytest.mark.slow), FACTORED], ids=lambda x: x.name)
+def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
+    pytest.importorskip("triton")
+    cls, shapes = compiled(adamw, plan, "strict"), [(7, 70), (2, 3, 70)]
+    assert_same(trained(cls, plan.name, "reference", shapes), trained(cls, plan.name, "triton", shapes))
+
+
+FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, linear, vectors=64))
+
+
+def test_one_more_sweep_over_gradient_and_second_moment() -> None:
+    """12.5 bytes and the first moment's scales, as `explain` derives them and as the printed kernels load and store."""
+    found = explain.explain(adamw, FOUR_BITS)
+    assert len(found.sweeps) == 2
+    assert set(found.sweeps[0].reads) == {"g", "exp_avg_sq"}
+    assert not found.sweeps[0].writes
+    assert found.traffic == 12.5 + 2 * 2 / 64 <= 12.6
+    text = emit.emit_plan(adamw, FOUR_BITS)["triton_kernels.py"]
+    size = {"float": 2, "bfloat16": 2, "uint8": 1, "4-bit codes": 0.5, "int16": 2}
+    total = 0.0
+    for kernel in re.findall(r"^def adamw_bfloat16_\d\(.*?(?=^def )", text, re.M | re.S):
+        for kind, extent, use in re.findall(r"_ptr = pointer\(.*?# ([\w -]+?) \[([^\]]*)\]  (.*)$", kernel, re.M):
+            each = {"n": 1.0, "blocks of 64": 1 / 64}.get(extent)
+            if each is not None:
+                total += size[kind] * each * (("read" in use) + ("written" in use))
+    assert total == found.traffic
+
+
+def test_the_first_moment_is_read_back_only_where_a_plan_allows_it() -> None:
+    again = plans.lpmm4_factor.but(name="again", read_back=True)
+    assert explain.explain(adamw, plans.lpmm4_factor).traffic > explain.explain(adamw, again).traffic
+
+
+# -- vectors, states and their forms
+
+
+def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
+    cls = compiled(adamw, "lpmm4")
+    params = [torch.nn.Parameter(torch.ones(s)) for s in ((5000,), (64, 70), (40,), (8, 600, 2))]
+    opt = cls(params, plan="lpmm4", backend="reference")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    shapes = [{k: tuple(x.shape) for k, x in opt.state[p].items() if "sq" in k} for p in params]
+    assert shapes == [
+        {"exp_avg_sq": (1, 2500), "exp_avg_sq_scale": (1, 40)},
+        {"exp_avg_sq": (64, 36), "exp_avg_sq_row": (64, 1), "exp_avg_sq_col": (1, 70)},
+        {"exp_avg_sq": (40,)},
+        {"exp_avg_sq": (8, 600), "exp_avg_sq_row": (8, 1), "exp_avg_sq_col": (1, 1200)},
+    ]
+
+
+@pytest.mark.parametrize("plan", ["lpmm4", "lpmm4_factor", "int4_factored_split24"])
+def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
+    cls = compiled(adamw, plan)
+    draw = torch.Generator().manual_seed(3)
+    make: Callable[[], list[torch.nn.Parameter]] = lambda: [  # noqa: E731
+        torch.nn.Parameter(torch.zeros(s, dtype=torch.bfloat16)) for s in ((64, 70), (5, 3, 40, 9), (5000,))
+    ]
+    params = make()
+    opt = cls(params, plan=plan, backend="reference")
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+    opt.step()
+    saved = opt.state_dict()
+    other = cls(make(), plan=plan, backend="reference")
+    other.load_state_dict(saved)
+    for p, q in zip(params, other.param_groups[0]["params"], strict=True):
+        assert all(torch.equal(x, other.state[q][k]) for k, x in opt.state[p].items() if isinstance(x, Tensor))
+    group = opt.param_groups[0]
+    for p in params:
+        _, module, variant = checkpoint.select(cls, group, p)
+        dense = checkpoint.dense_entry(module, variant, p, opt.state[p])
+        assert dense["exp_avg_sq"].shape == p.shape
+        values = {name: dense[name] for name in variant.states}
+        stored = layout.encode(module, variant, p, values, variant.names)
+        again = layout.decode(module, variant, p, stored, ["exp_avg_sq"])
+        allowed = (sum(p.shape[-2:]) + 8) * ROUNDOFF if p.ndim > 1 else 2.0**-20
+        assert torch.allclose(again["exp_avg_sq"], dense["exp_avg_sq"], rtol=2 * allowed, atol=0)
+
+
+# -- what is refused, and what is said
+
+
+@pytest.mark.parametrize("fmt", [Factored(), Rank1()], ids=["factored", "rank1"])
+def test_states_that_may_be_negative_are_refused(fmt: Any) -> None:
+    with pytest.raises(UserError, match=r"E301.*exp_avg.*unsigned format") as error:
+        plans.fp32.but(name="wrong", overrides={"exp_avg": fmt}).storage(
+            adamw.present(adamw.settings()[0]), dtypes.f32, False
+        )
+    assert str(fmt) in str(error.value)
+
+
+@optimizer(cite="nobody")
+def averaged(p, g, slow=state(init="param"), *, lr=hyper(1e-3)):
+    p = p - lr * g
+    slow = 0.9 * slow + 0.1 * p
+    return p, slow
+
+
+def test_what_has_no_rows_and_columns_is_refused() -> None:
+    for slot in ("small", "reduced", "initial"):
+        with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
+            Plan("Wrong.", name="wrong", **{slot: Rank1(4, softsign(1), signed=True)})
+    wrong = Plan("Wrong.", name="wrong", overrides={"slow": Rank1(4, softsign(1), signed=True)})
+    with pytest.raises(UserError, match=r"E305.*starts as the weight"):
+        wrong.storage(averaged.states, dtypes.f32, False)
+    with pytest.raises(UserError, match=r'E305.*"computed" or "kept"'):
+        Factored("both")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
+        Factored(vectors=Factored())
+    with pytest.raises(UserError, match="E305"):
+        Rank1(signed=True, of="sqrt")
+
+
+def test_lint_says_what_they_cost() -> None:
+    def codes(fmt: Any, kind: str, decay: float | None) -> dict[str, str]:
+        present = tuple(s for s in adamw.present(adamw.settings()[0]) if s.name == "exp_avg_sq")
+        storage = plans.fp32.but(name="x", nonneg=fmt, small_numel=0).storage(present, dtypes.f32, False)
+        return {f.code: f.severity for f in lint.lint({"exp_avg_sq": lint.Recurrence(kind, decay)}, storage)}
+
+    assert codes(Factored(), "ema", 0.999) == {"L7": "warning"}
+    assert codes(Factored(), "max", None) == {"L7": "warning", "L14": "warning"}
+    assert codes(NEAREST, "ema", 0.999) == {"L2": "error", "L7": "warning"}
+    assert codes(NEAREST.rounded("stochastic"), "ema", 0.999) == {"L7": "warning"}
+    assert codes(floats.f32, "ema", 0.999) == {}
+
+
+def test_explain_says_why_there_are_two_sweeps(tmp_path: Path) -> None:
+    text = explain.explain(adamw, plans.lpmm4)
+    assert text.sweeps[-1].why == "2 sweeps: keeping exp_avg_sq needs row_max, col_max"
+    rows = {row.name: row for row in explain.explain(adamw, plans.lpmm4_factor).memory}
+    assert rows["exp_avg_sq"].bytes == 0
+    assert rows["exp_avg_sq"].error == explain.NONE
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("plan", ["lpmm4", "int4_factored_split24"])
+def test_fast_maths_is_within_its_bound_of_the_oracle(plan: str) -> None:
+    """Compiled kernels, from what is kept before each step, on a matrix with lines of zeros and on a stack."""
+    cls, found = compiled(adamw, plan), harness.plan_of(plan)
+    for shape in ((70, 90), (3, 40, 50)):
+        draw = torch.Generator().manual_seed(7)
+        trial = Trial(
+            cls, adamw, torch.randn(shape, generator=draw), dtype=torch.bfloat16, plan=plan, backend="cpp", model=FAST,
+            options={"lr": 1e-2},
+        )  # fmt: skip
+        storage = trial.storage(found, targets.recurrences_of(adamw, tuple(sorted(trial.flags.items()))))
+        gradients = []
+        for k in range(4):
+            g = torch.randn(shape, generator=draw) * 10.0 ** (-2 * k)
+            g[..., 3, :] = 0
+            gradients.append(g.bfloat16())
+        report = trial.check_steps(storage, gradients)
+        assert report.ok, [report.worst[name] for name in report.broken]
+        assert report.claimed == 1
