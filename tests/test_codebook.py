@@ -20,7 +20,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.lang import values
 from optgen.ops import dtypes, spaces
-from optgen.ops.tables import CELL, EXACT, Table, after, book, cell_ends
+from optgen.ops.tables import CELL, EXACT, NEVER, Table, after, book, cell_ends
 from optgen.runtime import native
 from optgen.verify.bounds import one_step_bound
 from optgen.verify.lint import Recurrence, lint
@@ -377,6 +377,17 @@ def test_lines_say_what_the_table_says(table: codebooks.Numbers, ties: str) -> N
     assert (np.abs(place - exact) <= CELL).all()
 
 
+def test_no_place_is_above_the_last_entry() -> None:
+    """The line to a last entry that is near the one before is steep, and a quotient may be a place above 1."""
+    for gap in (1e-2, 1e-4, 1e-5, 1e-6):
+        table = (*(float(np.float32(k / 14 * (1 - gap))) for k in range(15)), 1.0)
+        law = book(table, 4, "up", "steep").entries.law
+        assert law is not None
+        assert law.top is not None
+        x = np.array([1.0, after(1.0), after(1.0, 4)], np.float32)
+        assert (computed(decompose.place_by_law(NUMBER, law), x) <= len(table) - 1).all()
+
+
 def test_tables_without_a_law_have_none() -> None:
     """A curve of ever other slopes, one that is not mirrored, one with a gap in the middle."""
     for table in (codebooks.powers(2), codebooks.nf4(), WILD, (-1.0, -0.1, 0.0, 0.5, 1.0)):
@@ -589,6 +600,25 @@ def test_numbers_beyond_the_table_read_as_its_ends() -> None:
         x[0, 0, :3] = f32([1.0, -1.0, 0.9])
         noise = Noise(torch.full(x.shape, 4095, dtype=torch.int32), 0, 12) if fmt.noise_bits else None
         assert fmt.decode(fmt.encode(x, noise=noise))[0, 0, :3].tolist() == [0.75, -0.5, 0.75]
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        Codebook(codebooks.dynamic(signed=False), 8, 16, ue8m8, of="sqrt", rounding="nearest"),
+        *(Fp8(kind, 16, scale, rounding="nearest") for kind in ("e4m3", "ue5m3") for scale in (fp32, ue8m8)),
+        *(Fp8("ue4m4", 16, s, of="sqrt", rounding="nearest") for s in (fp32, ue8m8, ue7m9)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_largest_numbers_stay_numbers(fmt: Any) -> None:
+    """A scale that is rounded up may lie beyond the range of f32, or its square."""
+    tops = NEVER * (1 - torch.arange(0, 400, dtype=torch.float64) * 2.0**-15)
+    x = torch.ones(1, len(tops), 16)
+    x[0, :, 3] = tops.to(torch.float32)
+    kept = fmt.decode(fmt.encode(x))
+    assert kept.isfinite().all()
+    assert torch.allclose(kept[..., 3], x[..., 3], rtol=2.0**-4, atol=0)  # half a place of three bits
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -404,6 +404,23 @@ def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
     ]
 
 
+@pytest.mark.parametrize(("fmt", "small"), [(Factored(), {"": (10,)}), (Rank1(4), {"": (1, 8), "_scale": (1, 1)})],
+                         ids=["factored", "rank1"])  # fmt: skip
+def test_overrides_keep_small_tensors_without_rows_and_columns_too(fmt: Any, small: dict[str, tuple[int, ...]]) -> None:
+    plan = plans.fp32.but(name="overridden", overrides={"exp_avg_sq": fmt}, small_numel=4096)
+    cls = compiled(adamw, plan)
+    params = [torch.nn.Parameter(torch.ones(s)) for s in ((10,), (), (8, 600))]
+    opt = cls(params, plan="overridden", backend="reference")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    shapes = [{k: tuple(x.shape) for k, x in opt.state[p].items() if "sq" in k} for p in params]
+    assert shapes[0] == {f"exp_avg_sq{k}": x for k, x in small.items()}
+    assert not any("row" in k for k in shapes[1])
+    assert {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(shapes[2])
+    assert all(torch.allclose(p, torch.tensor(1 - 1e-3 * 1.01), rtol=2.0**-20) for p in params)
+
+
 @pytest.mark.parametrize("plan", ["lpmm4", "lpmm4_factor", "int4_factored_split24"])
 def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
     cls = compiled(adamw, plan)

@@ -14,8 +14,8 @@ from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.blocked import NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
-from optgen.formats.scales import Scale, fp32, least_scale, pattern_of
-from optgen.lang.values import Num, bits, block_max, lookup, maximum, place, search, sqrt
+from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
+from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search, sqrt
 from optgen.ops.tables import Book, book, f32
 
 Ties = Literal["down", "up"]
@@ -142,7 +142,10 @@ class Codebook(Format):
 
     def _value(self, parts: Mapping[str, Num]) -> Num:
         code = narrow.joined(parts, self.bits)
-        return lookup(code, self._book.entries) * self.scale.decode(parts["scale"])
+        value = lookup(code, self._book.entries) * self.scale.decode(parts["scale"])
+        if self.of == "sqrt" and self.scale.high > LARGEST_ROOT and self.scale.excess:
+            value = minimum(value, LARGEST_ROOT)  # a scale that was rounded up may be 2^64
+        return value
 
     @property
     def _book(self) -> Book:

@@ -13,8 +13,8 @@ from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.blocked import HALF, NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
-from optgen.formats.scales import Scale, fp32, least_scale, pattern_of
-from optgen.lang.values import Num, bits, block_max, cast, floor, from_bits, maximum, minimum, sqrt, where
+from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, sqrt, where
 from optgen.ops import dtypes
 
 Kind = Literal["e4m3", "e5m2", "ue4m4", "ue5m3"]
@@ -173,7 +173,11 @@ class Fp8(Format):
         number = where(size < (1 << self.mantissa), count * self.least, normal)
         if self.signed:
             number = from_bits(bits(number) | ((pattern & 0x80) << 24))
-        return number * self.scale.decode(parts["scale"])
+        value = number * self.scale.decode(parts["scale"])
+        # The largest float times a scale that was rounded up may lie beyond the block's largest, and the range of f32.
+        if self.of == "sqrt":
+            return minimum(value, LARGEST_ROOT)
+        return clip(value, -LARGEST, LARGEST) if self.scale.excess else value
 
 
 @lru_cache

@@ -116,7 +116,7 @@ class Plan:
     reduced      row, column and tensor statistics: fp32, the only format that they have so far
     initial      states that start as the weight: precise as weights, not as moments
     small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
-    overrides    state name -> format, before all of these
+    overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
     read_back    whether a step of several sweeps may take a new value from where it was stored, where that saves bytes;
                  without it, it goes on with what it computed
     forced       why the plan is built although the lint refuses it; "" if it is not
@@ -263,7 +263,8 @@ class Plan:
         self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None
     ) -> Format:
         fmt = self._format(state, small)
-        if vector:
+        # Small tensors are one class, vectors and matrices: what `overrides` keep of them may need no rows and columns.
+        if vector or small:
             fmt = fmt.of_vectors()
         if fmt.rounding != "auto":
             return fmt

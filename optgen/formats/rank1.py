@@ -39,7 +39,8 @@ class Rank1(Format):
     vectors   block size: a tensor without rows and columns has one f32 scale for as many neighbours
 
     A tensor of more than two dimensions is taken as dimension 0 against the rest.  An element that is NaN makes its row
-    and its column NaN, an infinite one only itself.
+    and its column NaN.  An infinite one stays infinite or becomes NaN, and no other with it, but where rows and columns
+    of several infinite ones meet.
     """
 
     bits: int = 4

@@ -134,7 +134,8 @@ def place_by_law(x: Node, law: Law) -> Node:
         y = ir.op("where", ir.op("lt", x, _f(0.0)), ir.op("neg", y), y)
     if law.top is not None:
         slope, offset = through((law.last, float(law.most)), (law.cap, law.most + 1.0))
-        above = ir.op("add", ir.op("mul", x, _f(slope)), _f(offset))
+        # A quotient may be a place above 1, and the line steep: beyond the last entry would be the first code.
+        above = ir.op("min", ir.op("add", ir.op("mul", x, _f(slope)), _f(offset)), _f(law.most + 1.0))
         y = ir.op("where", ir.op("lt", _f(law.last), x), above, y)
     return ir.op("add", y, _f(float(law.zero)))
 
