@@ -40,7 +40,8 @@ class Mark:
         return Mark(made) if isinstance(made, nn.Module) else None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mark, (self._module(),)
+        module = self._module()  # None: of a shallow copy that outlived its original
+        return (type(None), ()) if module is None else (Mark, (module,))
 
 
 def keep_states_fp32(module: nn.Module) -> nn.Module:
