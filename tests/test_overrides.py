@@ -194,6 +194,14 @@ def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
         AdamW(model.named_parameters(), overrides={"embed": "fp32"}, module=[])
 
 
+def test_parameters_of_one_name_cannot_be_told_apart() -> None:
+    model = net()
+    twice = [("w", model.body.weight), ("w", model.head.weight)]
+    with pytest.raises(ValueError, match="two parameters of a group are called 'w'"):
+        AdamW(twice, overrides={model.head: "fp32"})
+    assert AdamW(twice, overrides={"w": "fp32"}).plans() == {"w": "int8_split24 (fp32 states)"}
+
+
 def test_a_frozen_part_of_the_model_is_no_mistake() -> None:
     model = net()
     model.embed.weight.requires_grad_(False)
