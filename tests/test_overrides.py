@@ -547,6 +547,25 @@ def test_a_shallow_copy_of_a_marked_module_can_be_pickled_without_the_original()
     assert torch.equal(again.weight, other.weight)
 
 
+def test_a_copy_of_a_marked_module_is_no_mark_of_the_original() -> None:
+    """As averaged models make them: what was said once, or decided by a checkpoint, is not said again."""
+    model = net(embedding=optgen.StableEmbedding)
+    opt = AdamW(model.named_parameters(), overrides={"embed": "int8_split24"})
+    train(opt, model, 1)
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        del group["overrides"]
+    again = AdamW(model.named_parameters())
+    with pytest.warns(UserWarning, match="keeps 3 parameters otherwise"):
+        again.load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average = copy.deepcopy(model)
+        train(again, model, 1)
+    assert in_fp32(again) == SMALL | {"embed.norm.weight", "embed.norm.bias"}
+    assert AdamW(average.named_parameters()).plans()["embed.weight"] == "int8_split24 (fp32 states)"
+
+
 def test_overrides_come_before_marks_and_marks_end_with_their_module() -> None:
     model = net(embedding=optgen.StableEmbedding)
     opt = AdamW(model.named_parameters(), overrides={"embed.weight": "int8_split24"})

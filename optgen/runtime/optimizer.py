@@ -161,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
 
     _rules: rules.Rules | None = None
     _marks = 0
-    """How many modules had been marked (marks.py) when their parameters were last looked for."""
+    """What marks.newest() said when parameters of marked modules were last looked for."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._marks == marks.newest():
             return
         newest = marks.newest()
-        marked, late = marks.parameters(), list[Entry]()
+        marked, late = marks.parameters(since=self._marks), list[Entry]()  # copies of marked modules count as such
         found: list[tuple[dict[str, Any], Recorded]] = []
         for group in self.param_groups:
             added: list[Entry] = []
