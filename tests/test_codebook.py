@@ -139,8 +139,16 @@ def test_bitsandbytes_on_cpus_does_not_keep_zero(signed: bool, code: int, kept: 
     assert float(fmt.decode(fmt.encode(x[:, None]))[0, 0, 1]) == 0
 
 
+PAPER8 = plans.bnb8.but(
+    "The blocks of the paper, arXiv:2110.02861.",
+    name="paper8",
+    signed=Codebook(codebooks.dynamic(), 8, 2048, ties="down", rounding="nearest"),
+    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 2048, ties="down", rounding="nearest"),
+)
+
 PEERS: dict[str, tuple[Plan, Callable[..., tuple[Tensor, Tensor]]]] = {
     "bnb8": (plans.bnb8, quantized_by_bitsandbytes),
+    "paper8": (PAPER8, quantized_by_bitsandbytes),
     "torchao8": (plans.torchao8, quantized_by_torchao),
     "torchao4": (plans.torchao4, quantized_by_torchao),
     "torchao_fp8": (plans.torchao_fp8, quantized_by_torchao),
@@ -175,11 +183,11 @@ def test_codes_and_numbers_are_those_of_the_package(name: str, kind: str) -> Non
     ours = fmt.code(parts)[:, 0]
     theirs = fmt.code({"": codes}) if isinstance(fmt, Fp8) else codes.int()
     at = torch.arange(x.numel()).view(x.shape)[ours != theirs]
-    if name == "bnb8":
+    if quantize is quantized_by_bitsandbytes:
         number, ends = (x / scale[:, None]).flatten()[at], f32(cell_ends(fmt.table, "down"))
         between = ends[torch.minimum(ours.flatten(), theirs.flatten())[at].long()]
         assert bool(((number - between).abs() <= 2.0**-22 * number.abs()).all())
-        assert len(at) <= 8
+        assert len(at) <= 8 * fmt.block // 256
     else:
         assert len(at) == 0
     assert torch.equal(parts["scale"][:, 0, 0], scale)
@@ -190,7 +198,7 @@ def test_codes_and_numbers_are_those_of_the_package(name: str, kind: str) -> Non
     assert torch.equal(fmt.decode(parts)[:, 0].view(torch.int32), read.view(torch.int32))
 
 
-@pytest.mark.parametrize(("name", "kind"), [p for p in FORMATS if p.values[0] != "torchao_fp8"])
+@pytest.mark.parametrize(("name", "kind"), [p for p in FORMATS if p.values[0] not in ("torchao_fp8", "paper8")])
 def test_every_end_of_a_cell_is_that_of_the_package(name: str, kind: str) -> None:
     """Two places to both sides of each end, and every entry itself, under a scale of 1."""
     plan, quantize = PEERS[name]
@@ -274,7 +282,7 @@ ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and i
 SHAPES = [(), (1,), (257,), (5, 70), (3, 320)]
 WILD = tuple(sorted({0.0, 1.0, *[((i * 7919) % 251 - 125) / 126 for i in range(40)]}))
 BUILT = {
-    name: PEERS[name][0] for name in ("bnb8", "torchao4", "torchao_fp8")
+    name: PEERS[name][0] for name in ("bnb8", "paper8", "torchao4", "torchao_fp8")
 } | {
     "dynamic_stochastic": Plan(
         "Repaired maps.", name="dynamic_stochastic", forced="a test",
@@ -303,7 +311,7 @@ def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
     # Tables take gathers, which each instruction set has its own of; the rest is what other formats are made of.
     sets = ISAS if name in ("bnb8", "tables") else ISAS[-1:]
     sets = sets if native.compiler() else []
-    for shape in SHAPES:
+    for shape in (*SHAPES, *([(2, 5000)] if name == "paper8" else [])):
         weight = torch.randn(shape, generator=draw)
         kept = [pair.buffers(shape, weight) for _ in range(2 + len(sets))]
         for step in (1, 2):

@@ -11,6 +11,7 @@ from optgen import passes
 from optgen.backends import triton, triton_stages
 from optgen.driver import explain, load
 from optgen.driver.explain import why_last
+from optgen.formats import Blocked, LogMinMax
 from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
@@ -114,3 +115,12 @@ def test_explain_names_the_lines_that_need_all_elements() -> None:
     assert why.startswith("4 sweeps: exp_avg_sq_row (")
     assert "mat_sum" not in why
     assert "1 sweep and work on what it reduces: accumulator_row (" in why_last(step(sm3))
+
+
+@pytest.mark.parametrize("block", [64, 1024, 2048])
+def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int) -> None:
+    """A panel is 16 blocks wide: where they are of 2048 elements, each of 1024 threads takes 32."""
+    plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block, of="sqrt"), name="wide")
+    flags = {f.name: f.default for f in came.flags}
+    whole = passes.step(lower(came, flags, plan.storage(came.present(flags), dtypes.bf16, False)), "fast")
+    assert max(triton_stages.kernels(whole, "f").warps.values()) == min(16 * block // 256, 32)

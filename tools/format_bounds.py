@@ -98,6 +98,8 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
     if isinstance(fmt, LogMinMax):
         octaves = min(octaves, log_span(fmt, fmt.most)[0])
     x = random_blocks(fmt, octaves, seed)
+    if getattr(fmt, "matrix", None) is not None:
+        x = x.view(BLOCKS // 8, 8, -1)
     value = (x.double() ** 2).float() if rooted else x
     root = torch.ones(()) if fmt.relative else None
     parts = fmt.encode(value, noise=noise_of(fmt, x.shape, seed + 1), root=root)
@@ -106,9 +108,12 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
     if bound.of in ("value", "root"):
         unit = number.abs()
     elif bound.of in ("scale", "scale * root") and "scale" in parts:
-        unit = fmt.scale.decode(parts["scale"]).double().expand(x.shape)
+        read = getattr(fmt, "scale", None)
+        unit = (parts["scale"] if read is None else read.decode(parts["scale"])).double().expand(x.shape)
     elif bound.of in ("largest", "largest * root") and "scale" in parts:
         unit = fmt.largest * fmt.scale.decode(parts["scale"]).double().expand(x.shape)
+    elif bound.of == "scale" and {"row", "col"} <= parts.keys():
+        unit = torch.minimum(parts["row"], parts["col"]).double().expand(x.shape)
     else:
         raise TypeError(f"{fmt}: a bound of so many {bound.of}: say here how large that is")
     live = number != 0
@@ -120,6 +125,8 @@ def of_format(fmt: Any, plans: tuple[str, ...] = ()) -> Row:
     from optgen.verify.certificate import certify
 
     bound = one_step_bound(fmt)
+    if math.isinf(bound.value):  # what is kept are sums of elements, and no element by itself
+        return Row(str(fmt), plans, bound.value, bound.of, bound.valid, None, 0.0)
     supremum = certify(fmt).supremum / bound.total if bound.total else 0.0
     return Row(str(fmt), plans, bound.value, bound.of, bound.valid, supremum, fuzzed(fmt))
 
@@ -196,7 +203,7 @@ def families() -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def number(x: float) -> str:
-    return "0" if x == 0 else f"{x:.3g}"
+    return "0" if x == 0 else "none" if math.isinf(x) else f"{x:.3g}"
 
 
 def text() -> str:

@@ -183,8 +183,8 @@ def remark(plans: list[Verdict]) -> str:
     said = f"Outside the noise: {', '.join(apart)}." if apart else "None of them is outside the noise of these seeds."
     return (
         f"{said} Differences below the widths of the intervals (up to {widest:.3f}) are not told apart by so few "
-        "seeds; one interval of 95 % in twenty misses by chance, and the noise of few bits may regularise a small model. "
-        "Losses find what is broken; [benchmarks/formats.md](benchmarks/formats.md) compares formats."
+        "seeds; one interval of 95 % in twenty misses by chance, and the noise of few bits may regularise a small "
+        "model. Losses find what is broken; [benchmarks/formats.md](benchmarks/formats.md) compares formats."
     )
 
 

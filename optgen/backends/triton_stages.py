@@ -183,7 +183,7 @@ def _warps(program: Program) -> int:
     sums across threads would cost more than what is summed."""
     nodes = {s.node.uid for s in program.stores}
     light = program.block == 1 and all(b.role == "partial" for b in program.buffers if b.writes) and len(nodes) == 1
-    return max(panel_columns(program.block) // (1024 if light else 256), 1)
+    return min(max(panel_columns(program.block) // (1024 if light else 256), 1), 32)  # no device runs more together
 
 
 # Sweeps over panels ---------------------------------------------------------------------------------------------------

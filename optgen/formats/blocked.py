@@ -16,7 +16,7 @@ from optgen.formats.scales import LARGEST, Scale, ue8m8
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint, sqrt
 from optgen.ops import dtypes
 
-BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
+BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 NOISE_BITS = 12
 HALF = 0.5 - 2.0**-10  # what code 0 reads as where it must not be 0: safely on its own side of the next code
 

@@ -559,7 +559,7 @@ OPTGEN_ONCE void sweep_narrow(const Stage &s, const Shape &t, const Panels &shap
                               int64_t top, int64_t bottom, char *room, const Known &known) {
     const Grid grid(t, s.block);
     const int64_t pace = shape.per_row * s.block;
-    alignas(64) float one[1024 * BLOCKS_OF_TILE / 2];
+    alignas(64) float one[2048 * BLOCKS_OF_TILE / 2];  // of a row in blocks of that many
     for (int64_t i = top; i < bottom; i += shape.together) {
         const int64_t row = matrix * t.rows + i, now = least(shape.together, bottom - i);
         flat_tile(s, t, grid, row * shape.per_row, (int)(now * shape.per_row), 0, room, known);
