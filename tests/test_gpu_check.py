@@ -57,7 +57,7 @@ def test_rules_of_several_sweeps_are_compared_bit_by_bit(monkeypatch: pytest.Mon
     several = {s for s, plan, _ in wanted if plan == "fp32"}
     assert several >= {"came", "lamb", "adafactor", "prodigy", "muon"}
     assert not several & {"adamw", "lion", "lookahead_adamw"}
-    assert {plan for s, plan, _ in wanted if s == "adamw"} == {"int4_split24", "int5_split24", "int6_split24"}
+    assert {plan for s, plan, _ in wanted if s == "adamw"} >= {"int4_split24", "int5_split24", "int6_split24", "lpmm4"}
     shapes = ((6, 70), (5,), (2, 3, 4))
     found = stages.check_one("lamb", "int8_split24", "bfloat16", torch.device("cpu"), shapes)
     assert not found.problems
@@ -81,6 +81,8 @@ def test_traffic_is_what_the_kernel_s_header_says(name: str) -> None:
         text = (Path(module.__file__ or "").parent / "triton_kernels.py").read_text(encoding="utf-8")
         said = re.search(r"traffic\s+([\d.]+) B per bfloat16 parameter", text)
         first = next(v for v in module.VARIANTS if v.param == "bfloat16" and not v.small)
+        if first.stages:  # counted in tests/test_rows_and_columns.py
+            continue
         assert said and catalog.traffic(module, first.kernel_name, BF16).total == float(said[1]), plan
 
 

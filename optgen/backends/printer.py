@@ -88,10 +88,10 @@ def comment_of(let: Let) -> str:
     return let.doc
 
 
-def wrapped(head: str, names: Sequence[str], close: str, indent: str = "    ") -> list[str]:
-    """head + names + close, with a new line each time 110 columns are full."""
+def wrapped(head: str, names: Sequence[str], close: str = "):", indent: str = "    ", whole: int = 114) -> list[str]:
+    """head + names + close: one line of up to `whole` columns, or a new line each time 110 columns are full."""
     one = head + ", ".join(names) + close
-    if len(one) <= 114:
+    if len(one) <= whole:
         return [one]
     out, line = [head], indent
     for name in names:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from optgen.backends.idioms import idiom, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
+from optgen.backends.printer import wrapped as wrap
 from optgen.backends.reference import assemble, bound_lines
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
@@ -468,18 +470,7 @@ def keys(schedule: Schedule) -> list[str]:
     return [name for name in ("step_key", "stream_key") if name in read]
 
 
-def wrapped(head: str, names: list[str], indent: str = "    ", close: str = "):") -> list[str]:
-    """head + names, a line each time 110 columns are full."""
-    one = head + ", ".join(names) + close
-    if len(one) <= 110:
-        return [one]
-    out, line = [head], indent
-    for name in names:
-        if len(line) + len(name) > 108:
-            out.append(line.rstrip())
-            line = indent
-        line += f"{name}, "
-    return [*out, line.rstrip(), close]
+wrapped = partial(wrap, whole=110)
 
 
 def scalar_ranges(program: Program) -> dict[str, Interval]:
