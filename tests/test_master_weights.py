@@ -398,6 +398,30 @@ def test_weights_that_do_not_fit_change_nothing(case: str, when: str) -> None:
         assert torch.equal(opt.master_state_dict(model)["embed.weight"], saved["embed.weight"])
 
 
+def test_dtensors_that_do_not_fit_change_nothing(tmp_path: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, other = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
+        full = {f"{i}.weight": torch.randn(4, 3) for i in range(2)}
+        for sharded, said in ((False, "got a DTensor over"), (True, "got a DTensor over another mesh")):
+            model = nn.Sequential(*(nn.Linear(3, 4, bias=False) for _ in range(2))).bfloat16()
+            if sharded:
+                for layer in model:
+                    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
+            opt = AdamW(model.named_parameters(), plan="int8_split24")
+            before = [p.detach().clone() for p in model.parameters()]
+            saved = {**full, "1.weight": DTensor.from_local(full["1.weight"], other, [Replicate(), Replicate()])}
+            with pytest.raises(ValueError, match=rf"1.weight: expected .*{said}"):
+                opt.load_master_state_dict(model, saved)
+            assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+            assert not opt.state and not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
+            opt.load_master_state_dict(model, full)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_loaded_weights_that_wait_are_copied_with_the_model() -> None:
     full = {k: v.clone() for k, v in torch.nn.Linear(70, 64).state_dict().items()}
     model = torch.nn.Linear(70, 64).bfloat16()

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import optgen
+from optgen.accumulate import accumulator
 from optgen.optim import AdamW
-from optgen.runtime import Optimizer, marks
+from optgen.runtime import Optimizer, marks, plans
 from tests.harness import same_bits
 from tests.test_offload import moved
 
@@ -193,6 +194,14 @@ def test_what_cannot_be_told_is_refused_with_the_way_to_tell_it() -> None:
         AdamW(model.named_parameters(), overrides={"embed": "fp32"}, module=[])
 
 
+def test_parameters_of_one_name_cannot_be_told_apart() -> None:
+    model = net()
+    twice = [("w", model.body.weight), ("w", model.head.weight)]
+    with pytest.raises(ValueError, match="two parameters of a group are called 'w'"):
+        AdamW(twice, overrides={model.head: "fp32"})
+    assert AdamW(twice, overrides={"w": "fp32"}).plans() == {"w": "int8_split24 (fp32 states)"}
+
+
 def test_a_frozen_part_of_the_model_is_no_mistake() -> None:
     model = net()
     model.embed.weight.requires_grad_(False)
@@ -310,6 +319,25 @@ def test_a_group_has_rules_of_its_own() -> None:
         AdamW(groups)
 
 
+def test_rules_in_the_place_of_a_record_are_refused() -> None:
+    """Not ignored: as one sets a rate, one may try to set rules in a group."""
+    model = net()
+    opt = AdamW(model.named_parameters(), plan="int8_split24", backend="cpp")
+    train(opt, model, 2)
+    before = copy.deepcopy(model.state_dict())
+    opt.param_groups[0]["overrides"] = {"*embed*": "fp32"}
+    with pytest.raises(TypeError, match=r"expected the record of what was decided.*overrides= of the optimizer"):
+        train(opt, model, 1)
+    assert all(same_bits(before[key], value) for key, value in model.state_dict().items())
+    assert "overrides={'*embed*': 'fp32'}" in repr(opt)  # looking at it still works
+
+
+def test_a_printed_optimizer_counts_parameters_by_plan() -> None:
+    opt = mixed(net())
+    assert "overrides={'fp32_states': 1, 'split32': 1}" in repr(opt).splitlines()[1]
+    assert "overrides={'split32': 2}" in repr(opt).splitlines()[2]
+
+
 def test_groups_of_one_optimizer_make_another() -> None:
     """As wrappers do that build an optimizer from the groups of one."""
     model = net()
@@ -379,6 +407,12 @@ def test_a_file_says_its_plans_and_conversion_keeps_them(tmp_path: Any) -> None:
         optgen.load_checkpoint(tmp_path / "b.pt", again, other)
     assert again.plans()["embed.weight"] == "fp32_master"
     assert again.plans()["head.weight"] == "split32" and again.plans()["body.weight"] == "bf16_sr"
+    checkpoints.convert(str(tmp_path / "b.pt"), str(tmp_path / "c.pt"), to="int8_split24")  # a full copy is no less
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        third = AdamW(net().named_parameters())
+        optgen.load_checkpoint(tmp_path / "c.pt", third)
+    assert third.plans()["embed.weight"] == "fp32_master" and third.plans()["body.weight"] == "int8_split24"
     key = opt.state[model.embed.weight]["exp_avg"]
     assert torch.equal(again.state[other.embed.weight]["exp_avg"], key)
     full = opt.master_state_dict(model)["embed.weight"]
@@ -456,6 +490,80 @@ def test_a_module_that_is_marked_late_is_followed_up_to_the_first_step() -> None
     assert in_fp32(opt) == SMALL | {"head.weight"}
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got Parameter"):
         optgen.keep_states_fp32(model.body.weight)  # type: ignore[arg-type]
+
+
+def test_a_mark_between_release_and_the_first_backward_is_followed() -> None:
+    model = net()
+    opt = AdamW(model.named_parameters(), plan="int8_split24")
+    opt.release_gradients(model)
+    optgen.keep_states_fp32(model.head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(opt, model, 1)
+    assert in_fp32(opt) == SMALL | {"head.weight"}
+
+
+def test_a_late_mark_that_cannot_be_followed_is_an_error_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    opt = AdamW(model.named_parameters(), plan="bf16_sr")
+    optgen.keep_states_fp32(model.head)
+    load = plans.load
+
+    def missing(cls: type, plan: str) -> Any:
+        if plan == "fp32_master":
+            raise ValueError("it was not built")
+        return load(cls, plan)
+
+    monkeypatch.setattr(plans, "load", missing)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="it was not built"):
+            train(opt, model, 1)
+    assert not opt.state
+    monkeypatch.undo()
+    train(opt, model, 1)
+    assert in_fp32(opt) == {"head.weight"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_accumulators_follow_marks(named: bool) -> None:
+    model = net()
+    optgen.keep_states_fp32(model.embed)
+    optgen.keep_states_fp32(model.head)
+    opt = AdamW(model.named_parameters() if named else model.parameters(), plan="int8_split24")
+    handle = opt.release_gradients(model, accumulate=2, accumulator=accumulator("int8"))
+    model(torch.arange(5)).float().sum().backward()
+    kept = {one.name: one.sums._entry["total"].dtype for one in handle._ones.values() if one.sums and one.sums._entry}
+    names = [name for name, _ in model.named_parameters()]
+    found = {name if isinstance(name, str) else names[name] for name, dtype in kept.items() if dtype == torch.float32}
+    assert found == SMALL | {"embed.weight", "head.weight"}
+
+
+def test_a_shallow_copy_of_a_marked_module_can_be_pickled_without_the_original() -> None:
+    model = optgen.keep_states_fp32(nn.Linear(3, 2))
+    other = copy.copy(model)
+    del model
+    gc.collect()
+    again = pickle.loads(pickle.dumps(other))
+    assert torch.equal(again.weight, other.weight)
+
+
+def test_a_copy_of_a_marked_module_is_no_mark_of_the_original() -> None:
+    """As averaged models make them: what was said once, or decided by a checkpoint, is not said again."""
+    model = net(embedding=optgen.StableEmbedding)
+    opt = AdamW(model.named_parameters(), overrides={"embed": "int8_split24"})
+    train(opt, model, 1)
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        del group["overrides"]
+    again = AdamW(model.named_parameters())
+    with pytest.warns(UserWarning, match="keeps 3 parameters otherwise"):
+        again.load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average = copy.deepcopy(model)
+        train(again, model, 1)
+    assert in_fp32(again) == SMALL | {"embed.norm.weight", "embed.norm.bias"}
+    assert AdamW(average.named_parameters()).plans()["embed.weight"] == "int8_split24 (fp32 states)"
 
 
 def test_overrides_come_before_marks_and_marks_end_with_their_module() -> None:

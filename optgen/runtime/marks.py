@@ -27,7 +27,7 @@ class Mark:
         global _newest
         self._module = weakref.ref(module)
         _marks.add(self)
-        _newest = next(_count)
+        self.number = _newest = next(_count)
 
     @property
     def module(self) -> nn.Module | None:
@@ -40,7 +40,8 @@ class Mark:
         return Mark(made) if isinstance(made, nn.Module) else None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mark, (self._module(),)
+        module = self._module()  # None: of a shallow copy that outlived its original
+        return (type(None), ()) if module is None else (Mark, (module,))
 
 
 def keep_states_fp32(module: nn.Module) -> nn.Module:
@@ -63,7 +64,10 @@ def newest() -> int:
     return _newest
 
 
-def parameters() -> dict[int, Tensor]:
-    """The parameters of all marked modules as they are now, by id."""
-    modules = [mark.module for mark in list(_marks)]
+def parameters(since: int = 0) -> dict[int, Tensor]:
+    """The parameters of all modules that were marked since, as they are now, by id.
+
+    since   what `newest` said then
+    """
+    modules = [mark.module for mark in list(_marks) if mark.number > since]
     return {id(p): p for module in modules if module is not None for p in module.parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar, NamedTuple, overload
@@ -161,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
 
     _rules: rules.Rules | None = None
     _marks = 0
-    """How many modules had been marked (marks.py) when their parameters were last looked for."""
+    """What marks.newest() said when parameters of marked modules were last looked for."""
 
     def __init__(
         self,
@@ -240,7 +240,10 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         for i, group in enumerate(self.param_groups):
-            shown = ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in ("params", "param_names", "format"))
+            shown_options = {k: v for k, v in group.items() if k not in ("params", "param_names", "format")}
+            if isinstance(given := shown_options.get("overrides"), tuple):  # as many pairs as parameters, maybe
+                shown_options["overrides"] = dict(Counter(plan for _, plan in given))
+            shown = ", ".join(f"{k}={v!r}" for k, v in shown_options.items())
             lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
         return "\n".join([*lines, ")"])
 
@@ -331,8 +334,9 @@ class Optimizer(torch.optim.Optimizer):
         """Modules that were marked since the optimizer was made: their parameters follow, up to their first step."""
         if self._marks == marks.newest():
             return
-        self._marks = marks.newest()
-        marked, late = marks.parameters(), list[Entry]()
+        newest = marks.newest()
+        marked, late = marks.parameters(since=self._marks), list[Entry]()  # copies of marked modules count as such
+        found: list[tuple[dict[str, Any], Recorded]] = []
         for group in self.param_groups:
             added: list[Entry] = []
             for entry in self._entries():
@@ -342,7 +346,10 @@ class Optimizer(torch.optim.Optimizer):
                 type(self), group["plan"], [e.p for e in added], [e.name for e in added], [rules.FP32] * len(added)
             )
             if decided:
-                group["overrides"] = (*group.get("overrides", ()), *decided)
+                found.append((group, decided))
+        for group, decided in found:
+            group["overrides"] = (*group.get("overrides", ()), *decided)
+        self._marks = newest
         if late:
             warnings.warn(
                 f"{type(self).__name__}: {state.label(late[0].p, late[0].name)}"

@@ -266,7 +266,17 @@ def decided(
     labels: Sequence[plans.Label],
     asked: Sequence[str | None],
 ) -> plans.Recorded:
-    """The record of a group: what was asked for its parameters, settled."""
+    """The record of a group: what was asked for its parameters, settled.
+
+    ValueError where two parameters share a name, by which they are known, but not the plan.
+    """
+    first: dict[plans.Label, Value | None] = {}
+    for label, value in zip(labels, asked, strict=True):
+        if first.setdefault(label, value) != value:
+            raise ValueError(
+                f"{cls.__name__}: overrides: two parameters of a group are called {label!r}, and only one is to "
+                f"be kept otherwise: give them different names"
+            )
     return tuple(
         (label, settled(cls, option, value, p.dtype))
         for p, label, value in zip(tensors, labels, asked, strict=True)

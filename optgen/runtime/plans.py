@@ -161,7 +161,7 @@ _tables: dict[int, tuple[object, Mapping[Label, str]]] = {}
 
 
 def own(group: Mapping[str, Any]) -> Mapping[Label, str]:
-    """The plans of single parameters in a group; empty where it has none.
+    """The plans of single parameters in a group; empty where it has none.  TypeError for what is no record of them.
 
     Asked for each parameter: a table is found by the identity of what is recorded, which is never changed in place.
     """
@@ -170,6 +170,12 @@ def own(group: Mapping[str, Any]) -> Mapping[Label, str]:
         return {}
     known = _tables.get(id(recorded))
     if known is None or known[0] is not recorded:
+        if not isinstance(recorded, (tuple, list)):
+            raise TypeError(
+                f"'overrides' of a parameter group: expected the record of what was decided, (name or position, plan) "
+                f"pairs, got {recorded!r:.80}; rules are given where parameters come in: overrides= of the optimizer, "
+                f"or a group in add_param_group"
+            )
         if len(_tables) >= 256:
             _tables.clear()
         known = _tables[id(recorded)] = recorded, dict(recorded)

@@ -232,6 +232,7 @@ class Release:
         """p.grad is complete for this backward; where something is refused, it stays and nothing has changed."""
         with self._lock, torch.no_grad():
             self.optimizer._refuse_in_evaluation("backward() with released gradients")
+            self.optimizer._see_marks()
             one = self._ones.get(id(p))
             if one is None or p.grad is None:
                 return
@@ -414,6 +415,8 @@ class Sums:
                 f"accumulator('int8') does, got {keeper!r:.80}"
             )
         group = keeper.param_groups[0]
+        if group.get("overrides"):  # by the position that it has alone; from now on it has a name
+            group["overrides"] = tuple((name, plan) for _, plan in group["overrides"])
         variant = refuse_sums(keeper, group, p, name)
         self._zeros = {f.name: f.zero for f in variant.fields}
         group["params"], group["param_names"] = [], [name]

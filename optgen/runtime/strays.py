@@ -21,7 +21,8 @@ class Found:
     """What a step finds before it begins.
 
     trained      how many parameters have a gradient
-    others_live  whether one of these is referred to by something else: a model, not only the optimizer
+    others_live  whether one of these is referred to by something else: a model, not only the optimizer; asked only
+                 where there are such places
     places       positions of trainable parameters without one that nothing but the optimizer refers to
     """
 
@@ -32,26 +33,30 @@ class Found:
 
 def look(groups: Sequence[Mapping[str, Any]], known: Collection[int], state: Mapping[Any, Any]) -> Found:
     """known   ids of parameters that the optimizer holds once more"""
-    found = Found()
-    position = -1
-    for group in groups:
+    found, lacking = Found(), []
+    for group in groups:  # at every step that is made the long way: first only what is cheap
+        lacking.append([i for i, p in enumerate(group["params"]) if p.grad is None])
+        found.trained += len(group["params"]) - len(lacking[-1])
+    if not any(lacking):
+        return found
+    start = 0
+    for group, places in zip(groups, lacking, strict=True):
         params = group["params"]
-        for i in range(len(params)):  # a loop over the parameters themselves would refer to them
-            position += 1
-            without = params[i].grad is None
-            if without and not params[i].requires_grad:
-                continue
-            if not without:
-                found.trained += 1
-                if found.others_live:
-                    continue
-            # the list, the argument, and what the optimizer notes of it
-            alone = sys.getrefcount(params[i]) <= 2 + (id(params[i]) in known) + (params[i] in state)
-            if not without:
-                found.others_live = not alone
-            elif alone:
-                found.places.add(position)
+        found.places.update(start + i for i in places if params[i].requires_grad and _alone(params, i, known, state))
+        start += len(params)
+    if found.places:
+        found.others_live = any(
+            params[i].grad is not None and not _alone(params, i, known, state)
+            for params in (group["params"] for group in groups)
+            for i in range(len(params))
+        )
     return found
+
+
+def _alone(params: Sequence[Any], i: int, known: Collection[int], state: Mapping[Any, Any]) -> bool:
+    """Whether nothing but the optimizer refers to a parameter; a variable that held it would."""
+    # the list, the argument, and what the optimizer notes of it
+    return sys.getrefcount(params[i]) <= 2 + (id(params[i]) in known) + (params[i] in state)
 
 
 def nothing_refers(owner: str, labels: Sequence[str], trained: int) -> str:

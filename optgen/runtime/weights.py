@@ -182,6 +182,12 @@ def _misfit(target: Tensor, value: Any) -> str:
         return f"{value!r:.80}"
     if value.shape != target.shape or value.is_floating_point() != target.is_floating_point():
         return _describe(value)
+    if sharding.is_sharded(value):
+        mesh: Any = getattr(value, "device_mesh", None)
+        if not sharding.is_sharded(target):
+            return f"a DTensor over {mesh}; full_tensor() makes it whole"
+        if mesh != getattr(target, "device_mesh", None):
+            return f"a DTensor over another mesh, {mesh}; full_tensor() makes it whole"
     return ""
 
 
