@@ -6,7 +6,8 @@ draws the same bits, whatever the tiling, the order of the tensors or the number
 
 Over time the bits are evenly spread rather than independent: within a window of 32 steps each field visits 32 equal
 parts of its range once each, in van der Corput's order (a random start, and on it the bits of the step's number
-reversed).  An average over some steps sees far less noise so.  Each draw by itself is uniform, and rounding unbiased.
+reversed).  An average over some steps sees far less noise so.  Each draw by itself is uniform, and rounding unbiased;
+fields of one element walk through a window side by side, so their noise is not independent over it.
 """
 
 from __future__ import annotations
