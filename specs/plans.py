@@ -168,3 +168,10 @@ int4_factored_split24 = Plan(
     signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=Factored(vectors=LogMinMax(4, 64, of="sqrt")),
 )
+
+int5_factored_split24 = Plan(
+    "bf16 weight and 8 more bits, 5-bit first moment, stochastic, factored second one: 3.65625 bytes per parameter.",
+    master=Split(8, "stochastic"),
+    signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
+    nonneg=Factored(vectors=LogMinMax(5, 64, of="sqrt")),
+)
