@@ -22,6 +22,7 @@ from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
+from optgen.ops.prims import GATHERS
 from optgen.ops.spaces import Space
 
 BLOCKS = 16  # storage blocks per tile: one vector of their values at the widest
@@ -249,6 +250,7 @@ SPELL: dict[str, Spelling] = {
     "floor": _call("floor"),
     "lookup": _table,
     "search": _table,
+    **dict.fromkeys(GATHERS, lambda p, n: p.express(n.args[0])),  # gathered where the tile's array was filled
     "sqrt": _call("sqrt"),
     "rcp": _rcp,
 }

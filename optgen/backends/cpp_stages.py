@@ -17,7 +17,7 @@ from optgen.ir.program import Buffer, Schedule, Stage, Step
 from optgen.ops import spaces
 
 _KIND = {"elem": "ELEMENT", "block": "BLOCK_OF", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE",
-         "model": "WHOLE"}  # fmt: skip
+         "model": "WHOLE", "axis": "AXIS"}  # fmt: skip
 _REDUCTION = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
 _STORED = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
@@ -25,8 +25,8 @@ _STORED = {
 }  # fmt: skip
 
 # What the tile functions of stages receive, beside what all receive.
-_RESERVED = RESERVED | frozenset("extent ELEMENT INDEXED Known known LARGEST MATRICES NONE Place PLACES row_mask SPACE "
-                                 "Stage stage step_key stream_key StageColumn TOTAL WHOLE".split())  # fmt: skip
+_RESERVED = RESERVED | frozenset("AXIS extent ELEMENT INDEXED Known known LARGEST MATRICES NONE Place PLACES row_mask "
+                                 "SPACE Stage stage step_key stream_key StageColumn TOTAL WHOLE".split())  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
@@ -10,6 +10,7 @@ from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
 from optgen.ops import spaces
 from optgen.ops.dtypes import i32
+from optgen.ops.prims import GATHERS
 from optgen.ops.spaces import Space
 
 
@@ -80,6 +81,15 @@ def _table(p: Printer, n: Node) -> Text:
     return f"{n.op}({p.text(n.args[0])}, {n.attr})", ATOM
 
 
+def _gather(p: Printer, n: Node) -> Text:
+    return f"{n.op}({p.text(n.args[0])}, dims)", ATOM
+
+
+def _gathers(programs: Iterable[Program]) -> set[str]:
+    """The names of what is gathered along the dimensions of columns."""
+    return {n.op for program in programs for n in postorder(program.roots()) if n.op in GATHERS}
+
+
 def _called(p: Printer, n: Node) -> Text:
     """A function of whole matrices: of what is kept in memory, in place."""
     x = n.args[0].args[0]
@@ -134,6 +144,7 @@ SPELL: dict[str, Spelling] = {
     "call": _called,
     "lookup": _table,
     "search": _table,
+    **dict.fromkeys(GATHERS, _gather),
     "extent": lambda p, n: (f'b.extent("{n.attr}")', ATOM),
 }
 
@@ -188,11 +199,17 @@ def _block_size(program: Program) -> int:
     return program.block if program.space == spaces.elem else 1
 
 
+def _dims(step: Step) -> list[str]:
+    """The argument that says of which dimensions columns are made, where that matters; by default of one."""
+    return ["dims=None"] if _gathers(s.schedule.program for s in step.stages) else []
+
+
 def step_function(step: Step, function: str, source: str = "") -> list[str]:
-    """`def function(p, g, fields..., scalars..., step_key, stream_key, place)`: one step, in place."""
+    """`def function(p, g, fields..., scalars..., step_key, stream_key, place, dims)`: one step, in place."""
     host = [let.name for let in step.host]
     tensors = [f"{b.name}_tensor" for b in step.program.buffers]
-    out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key", "place=None"], "):")
+    more = ["place=None", *_dims(step)]
+    out = wrapped(f"def {function}(", [*tensors, *host, "step_key", "stream_key", *more], "):")
     out.append('    """One step in place, in strict maths."""')
     blocks = [_block_size(s.schedule.program) for s in step.stages]
     out.append(f"    b = Blocks(p_tensor, {blocks[0]}, place)")
@@ -245,15 +262,16 @@ def _endangered(stores: list[Store], lets: tuple[Let, ...]) -> list[Store]:
 
 
 def decode_function(step: Step, function: str) -> list[str]:
-    """`def function(p, fields...) -> dict`: the f32 weight under "p" and the f32 states, in the parameter's shape."""
-    out = wrapped(f"def {function}(", [f"{b.name}_tensor" for b in step.program.buffers if b.reads], "):")
+    """`def function(p, fields..., dims) -> dict`: the f32 weight under "p" and the f32 states, shaped as p."""
+    tensors = [f"{b.name}_tensor" for b in step.program.buffers if b.reads]
+    out = wrapped(f"def {function}(", [*tensors, *_dims(step)], "):")
     out.append('    """What is stored -> {"p": fp32 weight, state name: fp32 state}, of the parameter\'s shape."""')
     return out + _codec(step, "p_tensor", lambda program, name: (f'"{program.buffer(name).owner}"', "", ""))
 
 
 def encode_function(step: Step, function: str) -> list[str]:
-    """`def function(values) -> dict`: fields from fp32 values, rounded to nearest."""
-    out = [f"def {function}(values):"]
+    """`def function(values, dims) -> dict`: fields from fp32 values, rounded to nearest."""
+    out = [f"def {function}({', '.join(['values', *_dims(step)])}):"]
     out.append('    """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""')
     return out + _codec(step, 'values["p"]', lambda program, name: (f'"{name}"', *_kind(program, name)))
 
@@ -309,6 +327,7 @@ def needs(schedules: list[Schedule]) -> list[str]:
             elif buffer.role == "state" and buffer.space.name in spaces.SMALL:
                 names.add("put")
         names |= {str(n.attr) for n in postorder(s.program.roots()) if n.op == "call"}
+        names |= _gathers([s.program])
         if s.program.host:
             names.add("scalars")
         for n in postorder(s.program.roots()):

@@ -48,6 +48,7 @@ from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Stage, Step
 from optgen.ir.ranges import Interval, ranges
 from optgen.ops import spaces
+from optgen.ops.prims import GATHERS
 
 
 def panel_columns(block: int) -> int:
@@ -76,12 +77,14 @@ class Frame:
 
     values    the entries with addresses of what is kept from step to step and of temps
     partials  of what sweeps reduce: the entries with addresses of the partial results
+    axes      whether the address of what columns are made of comes next
     matrices  the entry that is the number of matrices; rows and columns follow, then what triton.Table says
     dense     how many dense operands the widest sweep has
     """
 
     values: dict[str, int]
     partials: dict[str, int]
+    axes: bool
     matrices: int
     dense: int
 
@@ -94,7 +97,8 @@ class Frame:
         values = {name: i for i, name in enumerate(names)}
         after = {name: len(names) + i for i, name in enumerate(partials)}
         dense = max((len(terms(s.schedule)) for s in step.sweeps if touches_matrices(s.schedule.program)), default=0)
-        return cls(values, after, len(names) + len(partials), dense)
+        axes = any(b.space == spaces.axis for b in step.program.buffers)
+        return cls(values, after, axes, len(names) + len(partials) + axes, dense)
 
     @property
     def numel(self) -> int:
@@ -173,6 +177,7 @@ def needs(step: Step) -> list[str]:
                 names |= {"down", "fold"} if strict or t.is_max else set()
                 names.discard("opaque")
         elif not s.is_sweep:
+            names |= {n.op for n in postorder(s.schedule.program.roots()) if n.op in GATHERS}
             for t in terms(s.schedule):
                 names |= {"term"} | ({"down", "fold"} if strict or t.is_max else set())
     return sorted(names)
@@ -441,7 +446,7 @@ class RoundPrinter(TritonPrinter):
 
     def __init__(self, program: Program, intervals: dict[int, Interval]) -> None:
         super().__init__(program, intervals)
-        self.spell = {**self.spell, "load": self._load}
+        self.spell = {**self.spell, "load": self._load, **dict.fromkeys(GATHERS, self._gather)}
 
     def _load(self, _: object, n: Node) -> tuple[str, int]:
         if n.space in ONE:
@@ -450,11 +455,20 @@ class RoundPrinter(TritonPrinter):
         return f"get({n.attr}_ptr, {at}, live, True)", ATOM
 
 
-_SIZE = {"row": "rows", "col": "columns"}
-_WHAT = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "the tensor", "model": "the model"}
+    def _gather(self, _: object, n: Node) -> tuple[str, int]:
+        (x,) = n.args
+        assert x.op == "load", "what another round made is read from memory"
+        return f"{n.op}({x.attr}_ptr, at, live, axes, columns)", ATOM
+
+
+_SIZE = {"row": "rows", "col": "columns", "axis": "indices"}
+_WHAT = {"row": "rows", "col": "columns", "axis": "the columns' dimensions", "mat": "matrices", "tensor": "the tensor",
+         "model": "the model"}  # fmt: skip
 WARPS_BETWEEN = 8
 """Warps of the kernels between sweeps: 8 entries for each thread."""
 _ENTRIES = 32 * 8 * WARPS_BETWEEN
+INDICES = 32
+"""Indices of dimensions that a program takes at a time: of each it looks at as many columns together."""
 
 
 def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) -> list[str]:
@@ -478,6 +492,9 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
         out.append(f"    {b.name}_ptr = pointer(row + {frame.values[b.name]}, {tl_dtype(b.dtype)}, False)")
     out.append(f"    rows = tl.load(row + {frame.matrices + 1})")
     out.append(f"    columns = tl.load(row + {frame.matrices + 2})")
+    if any(_gathers(x) for x in programs):
+        out.append(f"    axes = tl.load(row + {frame.matrices - 1}).to(tl.pointer_type(tl.int64))")
+        out.append("    indices = tl.load(axes + 1)")
     out += dict.fromkeys(line for x in programs for line in extents(x, frame.table(x)))
     if len(level) > 1:
         out.append("    # All rounds, or one: what it sums over the parts of a tensor, other ranks have parts of.")
@@ -489,6 +506,11 @@ def _between(level: Sequence[tuple[str, Stage]], function: str, frame: Frame) ->
             out.append("    tl.debug_barrier()  # what one round stores the next ones load")
         out += lines
     return out
+
+
+def _gathers(program: Program) -> bool:
+    """Whether values of columns are read by the indices of their dimensions, or the other way round."""
+    return any(n.op in GATHERS for n in postorder(program.roots()))
 
 
 class _Round:
@@ -511,6 +533,7 @@ class _Round:
         # What is reduced twice, in two groupings, is computed twice from what was there before anything is stored.
         self.twice = bool(self.whole and self.grouped)
         self.size = _SIZE.get(self.space, "1")
+        self.gathers = _gathers(self.program)
         self.of_matrix = self.space in _SIZE and any(
             n.op == "load" and n.space == spaces.mat for n in postorder(self.program.roots())
         )
@@ -526,11 +549,13 @@ class _Round:
     @property
     def taken(self) -> list[str]:
         """What the loops take, by the names that the kernel has too."""
-        return [*self.pointers, *self.extents, "first", "end", "rows", "columns", *_host(self.program), "LANES"]
+        axes = ["axes", "indices"] if self.gathers else []
+        return [*self.pointers, *self.extents, "first", "end", "rows", "columns", *axes, *_host(self.program), "LANES"]
 
     def _lets(self) -> list[str]:
         """Arguments of the function for entries that say which are meant."""
-        return [*(["at", "live"] if self.program.space not in ONE else []), *(["at_mat"] if self.of_matrix else [])]
+        found = ["at", "live"] if self.program.space not in ONE else []
+        return [*found, *(["at_mat"] if self.of_matrix else []), *(["axes", "columns"] if self.gathers else [])]
 
     def values(self) -> list[str]:
         """The function for some entries: it stores, and returns the terms of the round's reductions."""
@@ -542,7 +567,8 @@ class _Round:
         names += [*self.extents, *self._lets(), *host, *(["STORED: tl.constexpr"] if self.twice else [])]
         out = ["@triton.jit", *wrapped(f"def {self.function}_values(", names)]
         out.append(f'    """Values of {_WHAT[self.space]}."""')
-        needed = {n.uid for n in postorder([s.node for s in sweep.stores])}
+        nodes = postorder([s.node for s in sweep.stores])
+        needed = {n.uid for n in nodes} - {n.args[0].uid for n in nodes if n.op in GATHERS}
         lines = bound_lines(tuple(let for let in sweep.lets if let.node.uid in needed), printer)
         for part in lines.values():
             out += [f"    {line}" for line in with_comments(part)]
@@ -588,8 +614,9 @@ class _Round:
         if self.program.space in ONE:
             return self._call("    ")
         size = f" * {self.size}" if self.size != "1" else ""
-        out = [f"    for start in range(first{size}, end{size}, {_ENTRIES}):"]
-        out.append(f"        at = start + tl.arange(0, {_ENTRIES})")
+        together = INDICES if self.program.space == spaces.axis else _ENTRIES
+        out = [f"    for start in range(first{size}, end{size}, {together}):"]
+        out.append(f"        at = start + tl.arange(0, {together})")
         out.append(f"        live = at < end{size}")
         return out + self._call("        ")
 

@@ -14,7 +14,7 @@ from optgen.formats.blocked import HALF, NOISE_BITS, check_block
 from optgen.formats.companders import Compander, linear
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.formats.scales import LARGEST, SMALLEST
-from optgen.lang.reductions import col_max, row_max
+from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
 from optgen.lang.spec import Matrix
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, rint, sqrt
 from optgen.ops import dtypes
@@ -124,7 +124,7 @@ class Rank1(Format):
         codes = narrow.fields(self.bits, max(self.bias, 0))
         if self.in_blocks:
             return codes | {"scale": Field(dtypes.f32, self.vectors)}
-        return codes | {"row": Field(dtypes.f32, space="row"), "col": Field(dtypes.f32, space="col")}
+        return codes | {"row": Field(dtypes.f32, space="row"), "col": Field(dtypes.f32, space="axis")}
 
     def code(self, parts: Mapping[str, Num]) -> Num:
         return narrow.joined(parts, self.bits)
@@ -139,12 +139,12 @@ class Rank1(Format):
             scales = {"scale": top}
         else:
             row_top = maximum(row_max(magnitude), self.lowest)
-            col_top = maximum(col_max(magnitude), self.lowest)
+            col_top = maximum(axis_max(col_max(magnitude)), self.lowest)
             scales = {"row": row_top, "col": col_top}
         return narrow.cut(self._code(value, self._scale(scales), noise), self.bits) | scales
 
     def _scale(self, parts: Mapping[str, Num]) -> Num:
-        return parts["scale"] if self.in_blocks else minimum(parts["row"], parts["col"])
+        return parts["scale"] if self.in_blocks else minimum(parts["row"], axis_min(parts["col"]))
 
     def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         """The rounded code as it is stored, i32."""

@@ -13,6 +13,7 @@
             | lookup expr table | search expr table
             | call expr scalar* name                 a function of whole matrices, one value per element
             | row_sum expr | col_sum expr | mat_sum expr | tensor_sum expr | row_max ...
+            | axis_max expr | axis_min expr
 
 Nodes are immutable and hash-consed: equal means identical, so `is` compares and dicts are cheap.  Where a
 node came from is not part of it: names and source places belong to the lets of a program.
@@ -26,7 +27,7 @@ from typing import Any
 
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import PRIMS
+from optgen.ops.prims import GATHERS, PRIMS
 from optgen.ops.spaces import Space
 
 LEAVES = ("const", "sym", "load", "index", "key", "extent")
@@ -128,6 +129,8 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
         dtype = args[0].dtype
     if name in ("block_max", "block_min"):
         space = spaces.block(attr)
+    elif name in GATHERS:
+        space = Space(GATHERS[name])
     elif name.endswith(("_sum", "_max")):
         space = Space(name.split("_")[0])
     elif name == "call":

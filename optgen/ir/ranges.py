@@ -233,7 +233,7 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: 
     if op == "shl":
         k = args[1].attr
         return _wrap((a[0][0] * 2**k, a[0][1] * 2**k))
-    if op in ("block_max", "block_min"):
+    if op in ("block_max", "block_min", "axis_max", "axis_min"):
         return a[0]
     if op == "lookup":
         return min(node.attr.values), max(node.attr.values)

@@ -17,6 +17,7 @@ from optgen.ops.spaces import Space
 
 # What a reduction may be given, and how many entries of it fall on one result: products of extents.
 _BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "tensor": ("elem", "row", "col", "mat")}
+_BELOW["axis"] = ("col",)
 _BELOW["model"] = (*_BELOW["tensor"], "tensor")
 
 
@@ -96,6 +97,19 @@ def row_max(x: Num) -> Num:
 def col_max(x: Num) -> Num:
     """The largest of each column."""
     return _reduce("col_max", x, "col_max")
+
+
+def axis_max(x: Num) -> Num:
+    """Of column statistics, for each index of a dimension that columns are made of the largest of the columns that have
+    it; on tensors and numbers, whose columns are made of one, x itself."""
+    return _reduce("axis_max", x, "axis_max")
+
+
+def axis_min(x: Num) -> Num:
+    """For each column the smallest of what its indices have: goes back from `axis_max` to columns."""
+    if isinstance(x, Value) and x.node.space != spaces.axis:
+        raise UserError("E201", loc=author_loc(), function="axis_min", want="axis", got=x.node.space)
+    return reader_of(x).axis_min(x)
 
 
 def amax(x: Num) -> Num:

@@ -27,7 +27,7 @@ from optgen.ir.node import Node
 from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import REDUCTIONS
+from optgen.ops.prims import GATHERS, REDUCTIONS
 from optgen.ops.tables import Table
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
@@ -242,7 +242,7 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
 
 
 _FLOAT = frozenset("search place div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
-_ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | set(REDUCTIONS)
+_ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | {*REDUCTIONS, *GATHERS}
 _HOST_ONLY = {"pow": "x ** y with such an exponent", "exp": "exp()", "log": "log()"}
 _SPELLED = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "and": "&", "or": "|", "xor": "^",
             "not": "~", "shl": "<<", "shr": ">>", "neg": "-", "max": "maximum", "min": "minimum",
@@ -345,7 +345,7 @@ class MathReader:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.
-        if name.endswith(("_sum", "_max", "_mean")):
+        if name.endswith(("_sum", "_max", "_mean")) or name in GATHERS:
             return lambda x: x
         raise AttributeError(name)
 
@@ -364,6 +364,8 @@ class TorchReader:
         direct |= {"log": torch.log, "abs": torch.abs, "exp2": torch.exp2, "log2": torch.log2, "not": torch.logical_not}
         if name in direct:
             return direct[name]
+        if name in GATHERS:
+            return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
         if name.split("_")[0] in ("row", "col", "mat", "tensor", "model"):
             return self.__reduction(name)
         return getattr(self, "_" + name)
@@ -493,7 +495,7 @@ class SympyReader:
             "exp2": lambda x: 2**x, "log2": lambda x: sympy.log(x, 2), "rint": sympy.Function("rint"),
             "where": lambda c, a, b: sympy.Piecewise((a, c), (b, True)),
         }  # fmt: skip
-        if name.endswith(("_sum", "_max", "_mean")):
+        if name.endswith(("_sum", "_max", "_mean")) or name in GATHERS:
             make: Callable[..., Any] = sympy.Function(name)
             return make
         return table[name]

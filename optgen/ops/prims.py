@@ -69,6 +69,9 @@ _ROWS = (
     Prim("col_max", 1),
     Prim("tensor_max", 1),
     Prim("model_sum", 1, doc="over all parameters that have a gradient"),
+    # between columns and the indices of the dimensions that they are made of
+    Prim("axis_max", 1, doc="of columns: for each index of a dimension the largest of the columns that have it"),
+    Prim("axis_min", 1, doc="of indices: for each column the smallest among its own"),
     # a function of whole matrices that no kernel computes: attr is its name in optgen.runtime.matrices; the operands
     # after the first are host scalars
     Prim("call", -1, doc="one value per element of a function of the whole matrix"),
@@ -98,4 +101,7 @@ REDUCTIONS = {
     "tensor_max": ("tensor", "max"),
     "model_sum": ("model", "add"),
 }
+GATHERS = {"axis_max": "axis", "axis_min": "col"}
+"""Of values of another small space, several for each result: op -> the space of the result."""
+
 COMMUTATIVE = {"add", "mul", "min", "max", "and", "or", "xor", "eq", "ne"}

@@ -1,10 +1,11 @@
-"""Where a value lives: host < model < tensor < mat < row, col < block < elem.
+"""Where a value lives: host < model < tensor < mat < row, col, axis < block < elem.
 
 `host` is computed once per step on the host in fp64; `model` has one value for all parameters together, on the
-device; `tensor` has one value per parameter tensor, `mat`
-one per leading index of an ndim > 2 tensor, `row` and `col` one per row and column of the last two
-dimensions, `block` one per storage block (`size` neighbours along the last dimension) and `elem` one per
-element.  Arithmetic joins spaces upward (`row * col -> elem`); reductions go down.
+device; `tensor` has one value per parameter tensor, `mat` one per leading index of an ndim > 2 tensor, `row` and `col`
+one per row and column of the last two dimensions, `block` one per storage block (`size` neighbours along the last
+dimension) and `elem` one per element.  `axis` has one per index of each dimension that columns are made of, where they
+are made of several; where they are one dimension, its values are theirs.  Arithmetic joins spaces upward
+(`row * col -> elem`); reductions go down.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Space:
         return f"{self.name}:{self.size}" if self.size else self.name
 
 
-RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "block": 5, "elem": 6}
-SMALL = frozenset({"model", "tensor", "mat", "row", "col"})  # few values beside elements: kept in fp32 between sweeps
+RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "axis": 4, "block": 5, "elem": 6}
+SMALL = frozenset({"model", "tensor", "mat", "row", "col", "axis"})
+"""Few values beside elements: kept in fp32 between sweeps."""
 
 host = Space("host")
 model = Space("model")
@@ -37,6 +39,7 @@ tensor = Space("tensor")
 mat = Space("mat")
 row = Space("row")
 col = Space("col")
+axis = Space("axis")
 elem = Space("elem")
 
 

@@ -34,7 +34,10 @@ from optgen.ops.prims import REDUCTIONS
 from optgen.ops.spaces import Space
 
 START = -1  # the level of small work before the first sweep
-_ORDER = {"row": 0, "col": 1, "mat": 2, "tensor": 3, "model": 4}
+_ORDER = {"row": 0, "col": 1, "axis": 2, "mat": 3, "tensor": 4, "model": 5}
+
+_OF = {"row": "rows", "col": "columns", "axis": "the columns' dimensions", "mat": "matrices", "tensor": "tensors",
+       "model": "the model"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,9 @@ class Cutter:
                 user = None
         if node.op == "call":
             return str(node.attr)
+        if node.op == "axis_min":
+            (x,) = node.args
+            return f"{x.attr if x.op == 'load' else named.get(x.uid) or out[x.uid]}_spread"
         if node.op not in REDUCTIONS:
             return name_for(node, f"{node.space.name}_{node.op}", {**named, **out})
         if user is not None and user.uid in named:
@@ -619,8 +625,7 @@ class SmallWork:
             elif let.node.uid in memo and memo[let.node.uid].op != "load" and memo[let.node.uid].uid in seen:
                 lets.append(replace(let, node=memo[let.node.uid]))
         made = cutter._program(stores, tuple(lets), temps, Space(space))
-        what = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "tensors", "model": "the model"}[space]
-        return Piece(made, at, f"values of {what}")
+        return Piece(made, at, f"values of {_OF[space]}")
 
 
 def cut(program: Program) -> Cut:

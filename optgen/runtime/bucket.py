@@ -161,5 +161,7 @@ def reference_calls(bucket: Bucket, scalars: Sequence[float], step_key: int) -> 
         shape = layout.matrix_shape(bucket.variant.matrix, p.shape)
         if p.numel():
             fields = (s[name].view(shape) if name in wide else s[name] for name in names)
-            where = [] if place is None else [place[:3]]
-            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, *where)
+            where: dict[str, Any] = {} if place is None else {"place": place[:3]}
+            if bucket.variant.has_axes:
+                where["dims"] = layout.column_dims(bucket.variant.matrix, p.shape)
+            yield function(p.view(shape), g.view(shape), *fields, *scalars, step_key, stream, **where)

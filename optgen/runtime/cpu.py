@@ -82,7 +82,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable
     return function
 
 
-KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight")
+KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight", "axis")
 """What a column has one entry for, as kernels number them; 8 more for partial results."""
 
 

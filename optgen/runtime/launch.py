@@ -25,7 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import control, cpu, cpu_stages, layout, native, options, plans, replay, staged, stages, state
+from optgen.runtime import (
+    control,
+    cpu,
+    cpu_stages,
+    layout,
+    native,
+    options,
+    plans,
+    replay,
+    staged,
+    stages,
+    state,
+    workspace,
+)
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
 from optgen.runtime.workspace import Workspace, matrices
@@ -137,11 +150,12 @@ def stage_rows(
     streams: Sequence[int],
     places: Places = None,
 ) -> list[list[int]]:
-    """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials), then the number
-    of matrices, their rows and columns, then as in `rows`; then rows and columns of the matrices of the logical tensor,
-    and its numel."""
+    """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials; where that matters,
+    of what columns are made of), then the number of matrices, their rows and columns, then as in `rows`; then rows and
+    columns of the matrices of the logical tensor, and its numel."""
     sizes = [list(column) for column in zip(*(matrices(shape) for shape in shapes), strict=True)]
-    lines = rows([*columns, *room.columns, *sizes], shapes, streams, places)
+    axes = [room.axes] if room.axes else []
+    lines = rows([*columns, *room.columns, *axes, *sizes], shapes, streams, places)
     return [[*line, *place[3:]] for line, place in zip(lines, places or map(layout.place, shapes), strict=True)]
 
 
@@ -194,8 +208,9 @@ class Launch:
 Places = Sequence[layout.Place] | None
 """Of each tensor; None: each is all of its logical tensor."""
 
-Signature = tuple[list[torch.Size], list[int], list[list[int]], Places]
-"""(shapes, stream keys, columns of addresses, places) of a bucket's tensors: while equal, the tables hold."""
+Signature = tuple[list[torch.Size], list[int], list[list[int]], Places, workspace.Dims]
+"""(shapes, stream keys, columns of addresses, places, what columns are made of) of a bucket's tensors: while equal, the
+tables hold."""
 
 
 def signature(bucket: Bucket) -> Signature:
@@ -204,9 +219,12 @@ def signature(bucket: Bucket) -> Signature:
     columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
     columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
     shapes = [p.shape for p in params]
-    if bucket.variant.matrix != "last":
-        shapes = [layout.matrix_shape(bucket.variant.matrix, shape) for shape in shapes]
-    return shapes, bucket.streams, columns, bucket.places
+    matrix, dims = bucket.variant.matrix, None
+    if bucket.variant.has_axes:
+        dims = [layout.column_dims(matrix, shape) for shape in shapes]
+    if matrix != "last":
+        shapes = [layout.matrix_shape(matrix, shape) for shape in shapes]
+    return shapes, bucket.streams, columns, bucket.places, dims
 
 
 @dataclass(slots=True)
@@ -305,7 +323,8 @@ class Launcher:
             if old is None or old.signature != now:
                 bucket.check()
                 if bucket.backend == "cpp" and bucket.variant.stages:
-                    same = old.table if old is not None and old.signature[0] == now[0] else None
+                    alike = old is not None and (old.signature[0], old.signature[4]) == (now[0], now[4])
+                    same = old.table if old is not None and alike else None
                     old = Tables(now, [], cpu_stages.table(bucket.variant, *now, same))
                 elif bucket.backend == "cpp":
                     columns, names = now[2], bucket.variant.names
@@ -328,7 +347,7 @@ class Launcher:
         else such that the graph fills itself."""
         bucket.check()
         last = next((tables for kept, tables in self._used.items() if (*kept[:5], None, *kept[6:]) == key), None)
-        if last is None or last.scalars is None or last.signature[:2] != now[:2]:
+        if last is None or last.scalars is None or (*last.signature[:2], last.signature[4]) != (*now[:2], now[4]):
             raise control.not_ready(state.label(bucket.params[0], bucket.names[0]))
         if last.signature != now:
             last = self._moved(bucket, now, last)
@@ -337,7 +356,7 @@ class Launcher:
 
     def _moved(self, bucket: Bucket, now: Signature, last: Tables) -> Tables:
         """The same tables for other addresses: nothing is allocated on the host or read."""
-        shapes, streams, columns, places = now
+        shapes, streams, columns, places, _ = now
         spare, last.spare = last.spare, []
         if last.staged is not None:
             lines = stages.lines(last.staged, now, stage_rows)
@@ -364,7 +383,7 @@ class Launcher:
         block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = _tuning.sizes(kernels, function)
-        shapes, streams, columns, places = now
+        shapes, streams, columns, places, _ = now
         parts = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
@@ -385,7 +404,7 @@ def made(bucket: Bucket, tables: Tables) -> replay.Made:
     """A bucket's step, as it can be made again."""
     if tables.table is not None:
         return replay.Made(bucket, tables.table)
-    shapes, streams, columns, places = tables.signature
+    shapes, streams, columns, places, _ = tables.signature
     table = cpu.table(rows(columns, shapes, streams, places), len(bucket.variant.names))
     return replay.Made(bucket, table, starter(bucket, tables), tables.scalars if bucket.counted else None)
 

@@ -57,6 +57,8 @@ def place(shape: torch.Size) -> Place:
 
 def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     """Shape of a field's tensor for a parameter of that shape."""
+    if field.space == "axis":
+        return (*matrix_shape(field.matrix, shape)[:-2], 1, sum(column_dims(field.matrix, shape)))
     if field.space != "elem":
         return small_shape(field.space, matrix_shape(field.matrix, shape))
     if field.per == 1:
@@ -71,6 +73,19 @@ def matrix_shape(matrix: str, shape: torch.Size) -> torch.Size:
     matrix  "last": those of the parameter; "first": dimension 0 against the rest, as blocks are laid
     """
     return torch.Size(grid(shape)) if matrix == "first" and len(shape) > 2 else shape
+
+
+@functools.lru_cache(maxsize=65536)
+def column_dims(matrix: str, shape: torch.Size) -> tuple[int, ...]:
+    """The dimensions that the columns of a parameter of that shape are made of, without those of one index; columns are
+    numbered along them from left to right.
+
+    matrix  as in `matrix_shape`
+    """
+    if len(shape) < 2:
+        raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
+    dims = shape[1:] if matrix == "first" else shape[-1:]
+    return tuple(size for size in dims if size != 1) or (1,)
 
 
 def value_shape(space: str, shape: torch.Size, matrix: str = "last") -> tuple[int, ...]:
@@ -195,10 +210,15 @@ def _encode_whole(
             arguments[name] = value.to(torch.float32).view(seen)
         else:
             arguments[name] = torch.full_like(arguments["p"], value)
-    made = function(arguments)
+    made = function(arguments, **_dims(variant, weight.shape))
     for f in fields:
         out[f.name].copy_(made[f.name].view(out[f.name].shape))
     return out
+
+
+def _dims(variant: Variant, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+    """What a function over all of a tensor is told of its columns."""
+    return {"dims": column_dims(variant.matrix, shape)} if variant.has_axes else {}
 
 
 def _decode_whole(
@@ -211,7 +231,7 @@ def _decode_whole(
         if f.wide:
             field = state[f.name].to(p.device).contiguous()
             stored.append(field.view(seen) if f.space == "elem" and f.per == 1 else field)
-    return function(p.detach().contiguous().view(seen), *stored)
+    return function(p.detach().contiguous().view(seen), *stored, **_dims(variant, p.shape))
 
 
 def decode(

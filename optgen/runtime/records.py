@@ -179,7 +179,8 @@ class Field:
     width  1; of packed codes the bits of one, which are the bytes of eight: byte j holds those of neighbours, the first
            in its lowest bits
     space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
-           the last two dimensions, "tensor" ()
+           the last two dimensions, "tensor" (); "axis" (..., 1, layout.column_dims in all): one for each index of each
+           dimension that columns are made of
     matrix which two dimensions those are (layout.matrix_shape)
     shared whether it is part of how a state with a value for each element is kept, though it has fewer entries
     """
@@ -303,6 +304,11 @@ class Variant:
         """Whether it keeps or computes anything per row, column or matrix of the last two dimensions."""
         spaces = {x.space for xs in (self.fields, self.temps, self.stages) for x in xs}
         return not spaces.isdisjoint({"row", "col", "mat", "call"})
+
+    @cached_property
+    def has_axes(self) -> bool:
+        """Whether it keeps anything per index of the dimensions that columns are made of."""
+        return any(f.space == "axis" for f in self.fields)
 
     @cached_property
     def of_whole(self) -> bool:

@@ -156,6 +156,7 @@ _DIMS: Mapping[str, frozenset[str]] = {
     "elem": frozenset({"lead", "row", "col"}),
     "row": frozenset({"lead", "row"}),
     "col": frozenset({"lead", "col"}),
+    "axis": frozenset({"lead", "col"}),
     "mat": frozenset({"lead"}),
     "tensor": frozenset(),
     "model": frozenset(),
@@ -379,7 +380,7 @@ def mode(variant: Variant, of: Layout) -> Mode:
     )
     stacked = variant.needs_matrix and variant.stochastic and variant.matrix == "last"
     first = variant.needs_matrix and variant.matrix == "first"
-    return _mode(of.shape, of.mesh_shape, of.cuts, blocks, variant.stochastic, stacked, first)
+    return _mode(of.shape, of.mesh_shape, of.cuts, blocks, variant.stochastic, stacked, first, variant.has_axes)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -391,6 +392,7 @@ def _mode(
     counted: bool,
     stacked: bool,
     first: bool,
+    axes: bool,
 ) -> Mode:
     dims = {cut[0] for cut in cuts if cut is not None}
     if len(shape) > 2 and dims - {0}:
@@ -398,6 +400,11 @@ def _mode(
             raise ValueError(
                 f"it is cut along dimension {max(dims)} of {len(shape)}, and this rule sums over rows or columns of "
                 f"the last two under a plan that rounds stochastically: shard it along dimension 0"
+            )
+        if first and axes and len(layout.column_dims("first", shape)) > 1:
+            raise ValueError(
+                f"it is cut along dimension {max(dims)} of {len(shape)}, and this plan keeps the largest element for "
+                f"each index of every dimension: shard it along dimension 0"
             )
         if dims - {0, 1} and (blocks or counted or first):
             raise ValueError(

@@ -87,12 +87,14 @@ class Plan:
     room: workspace.Workspace
     dense: list[list[int]]
     table: Tensor
+    dims: workspace.Dims
     calls: list[Call] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
 
 
 Places = Sequence[layout.Place] | None
+Now = tuple[list[torch.Size], list[int], list[list[int]], Places, workspace.Dims]
 Rows = Callable[
     [Sequence[Sequence[int]], workspace.Workspace, Sequence[torch.Size], Sequence[int], Places], list[list[int]]
 ]
@@ -101,24 +103,27 @@ Rows = Callable[
 def build(
     bucket: Bucket,
     kernels: ModuleType,
-    now: tuple[list[torch.Size], list[int], list[list[int]], Places],
+    now: Now,
     old: Plan | None,
     rows: Rows,
     panel_rows: int,
 ) -> Plan:
-    """The launches for tensors of these shapes, stream keys, columns of addresses and places.
+    """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
 
     old         the launches of the step before
     rows        makes the table
     panel_rows  rows per tile of a panel
     """
-    every, streams, columns, places = now
+    every, streams, columns, places, dims = now
     places = places or [layout.place(shape) for shape in every]
     live = [i for i, place in enumerate(places) if place.numel]
+    dims = dims and [dims[i] for i in live]
     shapes, streams, places = [every[i] for i in live], [streams[i] for i in live], [places[i] for i in live]
     columns = [[column[i] for i in live] for column in columns]
     own = [all(column[i] % 16 == 0 for column in columns) for i in range(len(live))]
-    if old is not None and (old.shapes, old.streams, old.own, old.places) == (shapes, streams, own, places):
+    if old is not None and (old.shapes, old.streams, old.own, old.places, old.dims) == (
+        shapes, streams, own, places, dims
+    ):  # fmt: skip
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
         table = _table(rows(columns, old.room, shapes, streams, places), old.dense, bucket.device)
         for call in old.calls:
@@ -126,19 +131,17 @@ def build(
                 call.tables[0] = table
         old.table = table
         return old
-    room = workspace.make(bucket.variant, shapes, bucket.device)
+    room = workspace.make(bucket.variant, shapes, bucket.device, dims)
     maker = _Maker(bucket.variant, kernels, shapes, places, own, room, bucket.device, panel_rows, bucket.in_parts)
     table = _table(rows(columns, room, shapes, streams, places), maker.dense, bucket.device)
-    made = Plan(shapes, streams, places, own, room, maker.dense, table)
+    made = Plan(shapes, streams, places, own, room, maker.dense, table, dims)
     maker.make(made)
     return made
 
 
-def lines(
-    plan: Plan, now: tuple[list[torch.Size], list[int], list[list[int]], Places], rows: Rows
-) -> list[list[int]] | None:
+def lines(plan: Plan, now: Now, rows: Rows) -> list[list[int]] | None:
     """The table of a plan for tensors that lie elsewhere; None where its launches are not theirs."""
-    every, streams, columns, places = now
+    every, streams, columns, places, _ = now
     places = places or [layout.place(shape) for shape in every]
     live = [i for i, place in enumerate(places) if place.numel]
     columns = [[column[i] for i in live] for column in columns]

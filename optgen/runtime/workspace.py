@@ -7,6 +7,7 @@ of rows and column, or per segment of the tensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ def entries(space: str, shape: torch.Size) -> int:
     if space == "elem":
         return -(-math.prod(shape) // 2)
     count, rows, columns = matrices(shape)
-    return {"row": count * rows, "col": count * columns, "mat": count, "tensor": 1, "model": 1}[space]
+    # Dimensions of two indices or more have no more of these in all than columns that they make.
+    few = {"row": count * rows, "col": count * columns, "axis": count * columns, "mat": count, "tensor": 1, "model": 1}
+    return few[space]
 
 
 def reduced(variant: Variant) -> tuple[Temp, ...]:
@@ -66,15 +69,23 @@ class Workspace:
     columns   for each temp, then for each that a sweep reduces: the address for each tensor
     offsets   the same as positions in `memory`
     dense     further memory that `columns` point into
+    axes      for each tensor the address (in `dims`) of what its columns are made of, int64: how many dimensions, their
+              sum, each; () where that does not matter
     """
 
     memory: Tensor
     columns: list[list[int]]
     offsets: list[list[int]]
     dense: Tensor | None = None
+    axes: tuple[int, ...] = ()
+    dims: Tensor | None = None
 
 
-def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device) -> Workspace:
+Dims = Sequence[tuple[int, ...]] | None
+"""For each tensor layout.column_dims; None where that does not matter."""
+
+
+def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, dims: Dims = None) -> Workspace:
     """Room on a device, zeroed."""
     unit = ALIGNMENT // 4
     offsets: list[list[int]] = []
@@ -91,4 +102,11 @@ def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device) -
     first = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
     shift = (first - memory.data_ptr()) // 4
     columns = [[first + 4 * offset for offset in column] for column in offsets]
-    return Workspace(memory, columns, [[offset + shift for offset in column] for column in offsets])
+    offsets = [[offset + shift for offset in column] for column in offsets]
+    if dims is None:
+        return Workspace(memory, columns, offsets)
+    said = [(len(one), sum(one), *one) for one in dims]
+    starts = itertools.accumulate((len(one) for one in said), initial=0)
+    told = torch.tensor([x for one in said for x in one], dtype=torch.int64).to(device)
+    axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
+    return Workspace(memory, columns, offsets, None, axes, told)

@@ -39,7 +39,7 @@ from optgen.lower import lower, matrix_of
 from optgen.ops import spaces
 from optgen.ops.dtypes import FROM_TORCH, DType
 from optgen.ops.prims import REDUCTIONS
-from optgen.runtime import checkpoint, layout
+from optgen.runtime import checkpoint, eager, layout
 from optgen.verify import bounds
 from optgen.verify.intervals import F32_UNIT, FAST_UNITS, STRICT, Interval, Model
 
@@ -98,12 +98,14 @@ def enclose(
     g: Tensor,
     hypers: Mapping[str, Any],
     kept: Mapping[str, Tensor] | None = None,
+    dims: tuple[int, ...] | None = None,
 ) -> Values:
     """Everything that may be kept after one more step, the exact result included.
 
     hypers  constructor arguments (flags too); the gradient has any float dtype
     kept    decoded states after the step, where they are known: what a relative format divided by is then a
             number, not an interval
+    dims    what the columns of a matrix are made of; None: one dimension
     """
     model = before.p.model
     shape = before.p.shape
@@ -112,15 +114,16 @@ def enclose(
     if seen != shape:
         hypers = {**hypers, **flags}
         views = kept and {k: v.reshape(seen) if v.shape == shape else v for k, v in kept.items()}
-        after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views)
+        dims = layout.column_dims("first", shape)
+        after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views, dims)
         return after.reshaped(spec, shape)
     gradient = Interval.point(g.float(), model)
     p, states, host = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
     early = read_back(spec, storage, flags)
     as_kept = tuple(name for name, fmt in storage.states.items() if fmt.as_kept)
     if early or as_kept:
-        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, (*early, *as_kept), kept)
-    new = {name: _kept(spec, storage, name, states, shape, kept) for name in states}
+        p, states = _with_read_back(spec, storage, before, gradient, hypers, flags, (*early, *as_kept), kept, dims)
+    new = {name: _kept(spec, storage, name, states, shape, kept, dims) for name in states}
     return Values(stored_weight(storage, p), new, host, before.step + 1)
 
 
@@ -131,6 +134,7 @@ def _kept(
     states: Mapping[str, Interval],
     shape: torch.Size,
     kept: Mapping[str, Tensor] | None,
+    dims: tuple[int, ...] | None,
 ) -> Interval:
     """What a state may read as after its new value was stored."""
     decl, fmt, root = next(s for s in spec.states if s.name == name), storage.states[name], None
@@ -138,10 +142,10 @@ def _kept(
         base = decl.normalized_by
         assert base is not None
         if kept is None:
-            root = _root(_kept(spec, storage, base, states, shape, None))
+            root = _root(_kept(spec, storage, base, states, shape, None, dims))
         else:
             root = _root(Interval.point(kept[base], states[name].model))
-    return stored(fmt, _full(states[name], layout.value_shape(decl.space.name, shape)), root)
+    return stored(fmt, _full(states[name], layout.value_shape(decl.space.name, shape)), root, dims)
 
 
 # -- values that are stored before the last sweep that needs them
@@ -170,6 +174,7 @@ def _with_read_back(
     flags: Mapping[str, bool],
     early: tuple[str, ...],
     kept: Mapping[str, Tensor] | None,
+    dims: tuple[int, ...] | None,
 ) -> tuple[Interval, dict[str, Interval]]:
     """New p and states, where what reads an early value may see it before it was stored or after; where its format says
     that the rule reads it as kept, after."""
@@ -185,7 +190,7 @@ def _with_read_back(
         elif name == "p":
             after = stored_weight(storage, exact["p"])
         else:
-            after = _kept(spec, storage, name, exact, before.p.shape, None)
+            after = _kept(spec, storage, name, exact, before.p.shape, None, dims)
         # An unknown end stays one: NaN wins in minimum and maximum.
         lo, hi = torch.minimum(exact[name].lo, after.lo), torch.maximum(exact[name].hi, after.hi)
         if name != "p" and storage.states[name].as_kept:
@@ -286,8 +291,13 @@ def _root(x: Interval) -> Interval:
     return Interval(lo * (1 - 2 * F32_UNIT), hi * (1 + 2 * F32_UNIT), x.model)
 
 
-def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
-    """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view."""
+def stored(
+    fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None
+) -> Interval:
+    """What decode(encode(x)) may be, for every x in the interval; blocks run along the rows of the 2-D view.
+
+    dims  what the columns of a matrix x are made of; None: one dimension
+    """
     if isinstance(fmt, Float):
         return _stored_float(fmt.dtype, bounds.one_step_bound(fmt).total, fmt.noise_bits > 0, x)
     if isinstance(fmt, (Blocked, Codebook, Fp8)):
@@ -295,7 +305,7 @@ def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
     if isinstance(fmt, LogMinMax):
         return _stored_log(fmt, x)
     if isinstance(fmt, Rank1):
-        return _stored_rank1(fmt, x, root)
+        return _stored_rank1(fmt, x, root, dims)
     if isinstance(fmt, Factored):
         return fmt.decode(fmt.encode(x)) if x.lo.numel() else x  # the same formulas, read on intervals
     # A format from elsewhere: nothing is known about it.
@@ -413,7 +423,7 @@ def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval |
     return kept * root if root is not None else kept
 
 
-def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None) -> Interval:
+def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None, dims: tuple[int, ...] | None) -> Interval:
     """The error of the code times the largest scale that the element can have."""
     if x.lo.numel() == 0:
         return x
@@ -427,7 +437,8 @@ def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None) -> Interval:
     if fmt.in_blocks:
         top = _Blocks(x.shape, fmt.vectors).largest(magnitude)
     else:
-        top = torch.minimum(magnitude.amax(-1, keepdim=True), magnitude.amax(-2, keepdim=True))
+        columns = eager.axis_min(eager.axis_max(magnitude.amax(-2, keepdim=True), dims), dims)
+        top = torch.minimum(magnitude.amax(-1, keepdim=True), columns)
     error = _total(bounds.one_step_bound(fmt), x.model) * top.clamp(min=fmt.lowest) * (1 + F32_UNIT)
     if fmt.signed or fmt.zero == "keep":
         error = torch.where(top == 0, 0.0, error)

@@ -430,6 +430,13 @@ class _Reader:
     def col_max(self, x: Interval) -> Interval:
         return self._monotone(x, lambda t: t.amax(-2, keepdim=True) if t.ndim > 1 else t)
 
+    def axis_max(self, x: Interval) -> Interval:
+        """The columns of a tensor of rows and columns are made of one dimension."""
+        return x
+
+    def axis_min(self, x: Interval) -> Interval:
+        return x
+
     def tensor_max(self, x: Interval) -> Interval:
         return self._monotone(x, lambda t: t.amax())
 

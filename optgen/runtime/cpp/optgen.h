@@ -116,7 +116,7 @@ struct float16 {
 // -- the walk
 
 // What there is one entry of in a column: an element, a block; a row's columns; eight packed codes.
-enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH };
+enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH, AXIS };
 
 struct Column {
     int bytes;  // per entry
