@@ -24,8 +24,10 @@ def tool() -> Iterator[Any]:
 def test_the_document_is_current_and_no_bound_is_exceeded(tool: Any) -> None:
     assert tool.main(["--check"]) == 0, "run tools/format_bounds.py"
     states, weights = tool.rows()
+    assert "| none | value | - | - |" in tool.DOCUMENT.read_text(encoding="utf-8")  # of means of rows and columns
     for row in (*states, *weights):
-        found = [row.fuzzed] + ([] if row.supremum is None else [row.supremum])
+        found = [x for x in (row.fuzzed, row.supremum) if x is not None]
+        assert bool(found) == math.isfinite(row.bound), row
         assert all(0 <= x <= 1 for x in found), row
         if 0 < row.bound < math.inf:  # a bound that is never nearly reached says little
             assert max(found) >= 0.75, row

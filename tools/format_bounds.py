@@ -41,7 +41,7 @@ class Row:
     of: str
     valid: str
     supremum: float | None
-    fuzzed: float
+    fuzzed: float | None
 
 
 LOWEST, HIGHEST, SPAN = -30.0, 50.0, 24.0
@@ -126,7 +126,7 @@ def of_format(fmt: Any, plans: tuple[str, ...] = ()) -> Row:
 
     bound = one_step_bound(fmt)
     if math.isinf(bound.value):  # what is kept are sums of elements, and no element by itself
-        return Row(str(fmt), plans, bound.value, bound.of, bound.valid, None, 0.0)
+        return Row(str(fmt), plans, bound.value, bound.of, bound.valid, None, None)
     supremum = certify(fmt).supremum / bound.total if bound.total else 0.0
     return Row(str(fmt), plans, bound.value, bound.of, bound.valid, supremum, fuzzed(fmt))
 
@@ -221,9 +221,12 @@ def text() -> str:
     ]  # fmt: skip
     for row in (*states, *weights):
         supremum = "" if row.supremum is None else f"{row.supremum:.4f}"
+        found = f"{row.fuzzed:.3f}" if row.fuzzed is not None else "-"
+        if math.isinf(row.bound):
+            supremum = "-"
         lines.append(
             f"| {row.what} | {', '.join(f'`{p}`' for p in row.plans)} | {number(row.bound)} | {row.of} | {supremum} | "
-            f"{row.fuzzed:.3f} |"
+            f"{found} |"
         )
     ranges = dict.fromkeys((row.what, row.valid) for row in (*states, *weights))
     lines += ["", "Ranges in which they hold:", ""]

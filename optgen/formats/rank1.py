@@ -1,4 +1,4 @@
-"""Codes under one scale per element: the smaller of its row's largest magnitude and its column's."""
+"""Codes under one scale per element: the smallest of the largest magnitudes that its indices have."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SMALLEST_ROOT = 2.0**-54  # half a code of it, squared, is a normal f32
 
 @dataclass(frozen=True)
 class Rank1(Format):
-    """One code of b bits per element, one f32 per row and per column: x = min(row, column) * inverse(code / N).
+    """One code of b bits per element, one f32 per index of each dimension, the smallest of which is the element's scale.
 
-    A row's number is the largest magnitude in it, a column's likewise, so that no element exceeds its scale.  Both are
-    known only after all of the tensor was read: one more sweep.
+    An index's number is the largest magnitude of the elements that have it (of a matrix, of a row or a column), so that
+    no element exceeds its scale.  It is known only after all of the tensor was read: one more sweep.
 
     bits      b, 2 to 8; codes of fewer than 8 bits are packed (narrow.py)
     signed    N = 2^(b-1) - 1, stored as code + 2^(b-1), 0 exactly; unsigned: see `zero`
@@ -38,9 +38,11 @@ class Rank1(Format):
               "half": codes 0 to N = 2^b - 1, and 0 reads as half a code; "keep": as 0
     vectors   block size: a tensor without rows and columns has one f32 scale for as many neighbours
 
-    A tensor of more than two dimensions is taken as dimension 0 against the rest.  An element that is NaN makes its row
-    and its column NaN.  An infinite one stays infinite or becomes NaN, and no other with it, but where rows and columns
-    of several infinite ones meet.
+    Stored are `row`, the numbers of dimension 0, and `col`, those of all others side by side; dimensions of one index
+    have none.  In a rule that has rows and columns of its own, and beside factored states, a tensor of more than two
+    dimensions is a stack of matrices, each with rows and columns of its own.  An element that is NaN makes NaN of all
+    that shares an index with it.  An infinite one stays infinite or becomes NaN, and no other with it, but where
+    indices of several infinite ones meet.
     """
 
     bits: int = 4
@@ -65,7 +67,7 @@ class Rank1(Format):
         what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
         how = "stochastic" if self.noise_bits else "nearest"
         sign = "signed" if self.signed else "unsigned"
-        scale = f"blocks of {self.vectors}" if self.in_blocks else "under the smaller of row and column maximum"
+        scale = f"blocks of {self.vectors}" if self.in_blocks else "under the smallest of its indices' maxima"
         free = ", no zero" if self._free else ""
         return f"{self.bits}-bit {sign} {scale}: {what}{self.compander}{free}, fp32 scale, {how}"
 

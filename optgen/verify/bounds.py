@@ -170,7 +170,7 @@ def _rank1_bound(fmt: Rank1) -> Bound:
     if fmt.in_blocks:
         scale = f"the largest |{_what(fmt)}| of the block"
     else:
-        scale = f"the smaller of the largest |{_what(fmt)}| in its row and in its column"
+        scale = f"the smallest of the largest |{_what(fmt)}| that each of its indices has"
     valid = f"scale = {scale}, at least {fmt.lowest:.3g}"
 
     def formula() -> Any:
