@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
+from optgen.formats.coded import HALF, Coded, check_block
 from optgen.formats.companders import Compander, softsign
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint, sqrt
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, maximum, rint
 from optgen.ops import dtypes
-
-BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-NOISE_BITS = 12
-HALF = 0.5 - 2.0**-10  # what code 0 reads as where it must not be 0: safely on its own side of the next code
-
-
-def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
-    """Raises UserError for a width or block size that no kernel has."""
-    if bits not in range(least, 9):
-        raise UserError("E305", loc=loc, what=f"{name} of {bits} bits", want=f"{least} to 8 bits")
-    if block not in BLOCKS:
-        raise UserError(
-            "E305", loc=loc, what=f"{name} with blocks of {block}", want=f"a power of two, 16 to {BLOCKS[-1]}"
-        )
 
 
 @dataclass(frozen=True)
-class Blocked(Format):
+class Blocked(Coded):
     """One code of b bits per element, one scale per block: x = scale * inverse(code / N).
 
     bits        b, 2 to 8; codes of fewer than 8 bits are packed (narrow.py)
@@ -71,8 +58,7 @@ class Blocked(Format):
             raise UserError("E305", loc=self.loc, what=f"a {self.scale} scale over values", want='it with of="sqrt"')
 
     def __str__(self) -> str:
-        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
-        how = "stochastic" if self.noise_bits else "nearest"
+        what, how = self.described
         sign = "signed" if self.signed else "unsigned"
         return f"{self.bits}-bit {sign} blocks of {self.block}: {what}{self.compander}, {self.scale} scale, {how}"
 
@@ -93,26 +79,11 @@ class Blocked(Format):
         least = self.scale.low * float(self.compander.inverse(HALF / self.codes))
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
-    def rounded(self, rounding: Rounding) -> Format:
-        return replace(self, rounding=rounding)
-
-    def absolute(self) -> Format:
-        return replace(self, relative=False)
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
-
     def fields(self) -> dict[str, Field]:
         return narrow.fields(self.bits, self.bias) | {"scale": Field(self.scale.dtype, self.block)}
 
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
-
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        value = x / root if self.relative else x
-        if self.of == "sqrt":
-            value = sqrt(value)
+        value = self.counted(x, root)
         top = block_max(bits(abs(value) if self.signed else value), self.block)
         stored_scale, scale = self.scale.encode(top)
         return narrow.cut(self._code(value, scale, noise), self.bits) | {"scale": stored_scale}
@@ -133,17 +104,7 @@ class Blocked(Format):
         pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + bias))
         return (pattern + noise.integer()) >> noise.bits
 
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self._value(parts)
-        if self.of == "sqrt":
-            return value * value
-        return value * root if self.relative else value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
-
-    def _value(self, parts: Mapping[str, Num]) -> Num:
-        """What was divided by the scale, times the scale."""
+    def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self.scale.decode(parts["scale"])
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:

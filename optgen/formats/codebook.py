@@ -5,23 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.blocked import NOISE_BITS, check_block
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.coded import Coded, check_block
+from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
-from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search, sqrt
+from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
 from optgen.ops.tables import Book, book, f32
 
 Ties = Literal["down", "up"]
 
 @dataclass(frozen=True)
-class Codebook(Format):
+class Codebook(Coded):
     """One code per element, one scale per block: x = scale * table[code], scale being the block's largest |x|.
 
     table       rising numbers in [-1, 1], at most 2^bits of them; unsigned where none is below 0; one of
@@ -68,8 +68,7 @@ class Codebook(Format):
         raise UserError("E305", loc=self.loc, what=f"a Codebook {what}", want=want)
 
     def __str__(self) -> str:
-        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
-        how = "stochastic" if self.noise_bits else "nearest"
+        what, how = self.described
         sign = "signed" if self.signed else "unsigned"
         return f"{self.bits}-bit {sign} blocks of {self.block}: {what}{self.name}, {self.scale} scale, {how}"
 
@@ -98,26 +97,11 @@ class Codebook(Format):
         """The largest magnitude that smaller ones count as: in a table without 0 nothing becomes a subnormal number."""
         return least_scale(self.scale, self.table[0] if self.positive else 0.0, self.of == "sqrt")
 
-    def rounded(self, rounding: Rounding) -> Format:
-        return replace(self, rounding=rounding)
-
-    def absolute(self) -> Format:
-        return replace(self, relative=False)
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
-
     def fields(self) -> dict[str, Field]:
         return narrow.fields(self.bits, self.zero) | {"scale": Field(self.scale.dtype, self.block)}
 
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
-
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        value = x / root if self.relative else x
-        if self.of == "sqrt":
-            value = sqrt(value)
+        value = self.counted(x, root)
         top = block_max(bits(abs(value) if self.signed else value), self.block)
         if self.low > self.scale.low:
             top = maximum(top, pattern_of(self.low))
@@ -131,16 +115,7 @@ class Codebook(Format):
             code = ((pattern + noise.integer()) >> noise.bits) & ((1 << self.bits) - 1)
         return narrow.cut(code, self.bits) | {"scale": stored_scale}
 
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self._value(parts)
-        if self.of == "sqrt":
-            return value * value
-        return value * root if self.relative else value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
-
-    def _value(self, parts: Mapping[str, Num]) -> Num:
+    def times_scale(self, parts: Mapping[str, Num]) -> Num:
         code = narrow.joined(parts, self.bits)
         value = lookup(code, self._book.entries) * self.scale.decode(parts["scale"])
         if self.of == "sqrt" and self.scale.high > LARGEST_ROOT and self.scale.excess:

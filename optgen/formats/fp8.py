@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -11,10 +11,10 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
-from optgen.formats.blocked import HALF, NOISE_BITS, check_block
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.coded import HALF, Coded, check_block
+from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, sqrt, where
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where
 from optgen.ops import dtypes
 
 Kind = Literal["e4m3", "e5m2", "ue4m4", "ue5m3"]
@@ -29,7 +29,7 @@ _KINDS: Mapping[str, tuple[int, int, int]] = {
 
 
 @dataclass(frozen=True)
-class Fp8(Format):
+class Fp8(Coded):
     """One 8-bit float per element, one scale per block: x = scale * float, scale = largest |x| / largest float.
 
     kind        "e4m3" or "e5m2", torch's float8_e4m3fn and float8_e5m2, stored as their patterns in uint8; "ue4m4" or
@@ -67,8 +67,7 @@ class Fp8(Format):
             )  # fmt: skip
 
     def __str__(self) -> str:
-        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
-        how = "stochastic" if self.noise_bits else "nearest"
+        what, how = self.described
         return f"{self.kind} blocks of {self.block}: {what}{self.scale} scale, {how}"
 
     @property
@@ -108,16 +107,6 @@ class Fp8(Format):
         """The scale that smaller ones count as: where 0 reads as half a float, that does not become subnormal."""
         return least_scale(self.scale, self.least * HALF if self.positive else 0.0, self.of == "sqrt")
 
-    def rounded(self, rounding: Rounding) -> Format:
-        return replace(self, rounding=rounding)
-
-    def absolute(self) -> Format:
-        return replace(self, relative=False)
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
-
     def fields(self) -> dict[str, Field]:
         return {"": Field(dtypes.u8), "scale": Field(self.scale.dtype, self.block)}
 
@@ -126,9 +115,7 @@ class Fp8(Format):
         return where(pattern < 128, pattern, 128 - pattern) if self.signed else pattern
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        value = x / root if self.relative else x
-        if self.of == "sqrt":
-            value = sqrt(value)
+        value = self.counted(x, root)
         top = block_max(bits(abs(value) if self.signed else value), self.block)
         share = bits(from_bits(top) / self.largest)
         if self.low > self.scale.low:
@@ -154,16 +141,7 @@ class Fp8(Format):
             small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
         return minimum(where(size < self.normal, small, normal), self.most)
 
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self._value(parts)
-        if self.of == "sqrt":
-            return value * value
-        return value * root if self.relative else value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
-
-    def _value(self, parts: Mapping[str, Num]) -> Num:
+    def times_scale(self, parts: Mapping[str, Num]) -> Num:
         pattern = cast(parts[""], dtypes.i32)
         size = pattern & 0x7F if self.signed else pattern
         count = cast(size, dtypes.f32)

@@ -15,7 +15,7 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.blocked import NOISE_BITS, check_block
+from optgen.formats.coded import NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.lang.values import (
     Num,

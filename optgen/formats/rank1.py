@@ -10,21 +10,21 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.blocked import HALF, NOISE_BITS, check_block
+from optgen.formats.coded import HALF, Coded, check_block
 from optgen.formats.companders import Compander, linear
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
 from optgen.lang.spec import Matrix
-from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, rint, sqrt
+from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, rint
 from optgen.ops import dtypes
 
 SMALLEST_ROOT = 2.0**-54  # half a code of it, squared, is a normal f32
 
 
 @dataclass(frozen=True)
-class Rank1(Format):
-    """One code of b bits per element, one f32 per index of each dimension, the smallest of which is the element's scale.
+class Rank1(Coded):
+    """One code of b bits per element, one f32 per index of each dimension: the smallest of an element's is its scale.
 
     An index's number is the largest magnitude of the elements that have it (of a matrix, of a row or a column), so that
     no element exceeds its scale.  It is known only after all of the tensor was read: one more sweep.
@@ -64,8 +64,7 @@ class Rank1(Format):
             )
 
     def __str__(self) -> str:
-        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
-        how = "stochastic" if self.noise_bits else "nearest"
+        what, how = self.described
         sign = "signed" if self.signed else "unsigned"
         scale = f"blocks of {self.vectors}" if self.in_blocks else "under the smallest of its indices' maxima"
         free = ", no zero" if self._free else ""
@@ -112,29 +111,14 @@ class Rank1(Format):
     def block(self) -> int:
         return self.vectors if self.in_blocks else 1
 
-    def rounded(self, rounding: Rounding) -> Format:
-        return replace(self, rounding=rounding)
-
-    def absolute(self) -> Format:
-        return replace(self, relative=False)
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
-
     def fields(self) -> dict[str, Field]:
         codes = narrow.fields(self.bits, max(self.bias, 0))
         if self.in_blocks:
             return codes | {"scale": Field(dtypes.f32, self.vectors)}
         return codes | {"row": Field(dtypes.f32, space="row"), "col": Field(dtypes.f32, space="axis")}
 
-    def code(self, parts: Mapping[str, Num]) -> Num:
-        return narrow.joined(parts, self.bits)
-
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        value = x / root if self.relative else x
-        if self.of == "sqrt":
-            value = sqrt(value)
+        value = self.counted(x, root)
         magnitude = abs(value) if self.signed else value
         if self.in_blocks:
             top = maximum(from_bits(block_max(bits(magnitude), self.vectors)), self.lowest)
@@ -166,17 +150,7 @@ class Rank1(Format):
         pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + self.bias))
         return (pattern + noise.integer()) >> noise.bits
 
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self._value(parts)
-        if self.of == "sqrt":
-            return value * value
-        return value * root if self.relative else value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts) if self.of == "sqrt" else super().decode_root(parts)
-
-    def _value(self, parts: Mapping[str, Num]) -> Num:
-        """What was divided by the scale, times the scale."""
+    def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self._scale(parts)
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:

@@ -20,8 +20,9 @@ from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.formats import fp8
-from optgen.formats.blocked import HALF, Blocked
+from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
+from optgen.formats.coded import HALF
 from optgen.formats.companders import BELOW, Compander, linear
 from optgen.formats.factored import LOWEST, Factored
 from optgen.formats.floats import Float

@@ -23,6 +23,7 @@ from torch import Tensor
 from optgen import passes
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
+from optgen.formats.coded import Coded
 from optgen.formats.factored import Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
@@ -391,16 +392,20 @@ class _Blocks:
         return x[:, : self.columns].reshape(self.shape)
 
 
+def _decoded(fmt: Coded, value: Interval, error: Tensor, root: Interval | None) -> Interval:
+    """What is read where what was divided by the scale is kept with this error."""
+    kept = Interval(value.lo - error, value.hi + error, value.model)
+    if fmt.of == "sqrt":
+        kept = Interval(kept.lo.clamp(min=0), kept.hi, value.model)
+        return kept * kept
+    return kept * root if root is not None else kept
+
+
 def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval | None) -> Interval:
     """The error of the code times the largest scale that the block can have."""
     if x.lo.numel() == 0:
         return x
-    value = x
-    if fmt.relative:
-        assert root is not None
-        value = x / root
-    if fmt.of == "sqrt":
-        value = x.reader.sqrt(x)
+    value = fmt.counted(x, root)
     blocks = _Blocks(x.shape, fmt.block)
     top = blocks.largest(value.magnitude())
     scale = fmt.scale
@@ -416,23 +421,14 @@ def _stored_blocked(fmt: Blocked | Codebook | Fp8, x: Interval, root: Interval |
     if scale.literal:
         lost |= (blocks.largest(_least_magnitude(value)) < low) & (top != 0)
     error = torch.where(lost, torch.nan, error)
-    kept = Interval(value.lo - error, value.hi + error, x.model)
-    if fmt.of == "sqrt":
-        kept = Interval(kept.lo.clamp(min=0), kept.hi, x.model)
-        return kept * kept
-    return kept * root if root is not None else kept
+    return _decoded(fmt, value, error, root)
 
 
 def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None, dims: tuple[int, ...] | None) -> Interval:
     """The error of the code times the largest scale that the element can have."""
     if x.lo.numel() == 0:
         return x
-    value = x
-    if fmt.relative:
-        assert root is not None
-        value = x / root
-    if fmt.of == "sqrt":
-        value = x.reader.sqrt(x)
+    value = fmt.counted(x, root)
     magnitude = value.magnitude()
     if fmt.in_blocks:
         top = _Blocks(x.shape, fmt.vectors).largest(magnitude)
@@ -443,11 +439,7 @@ def _stored_rank1(fmt: Rank1, x: Interval, root: Interval | None, dims: tuple[in
     if fmt.signed or fmt.zero == "keep":
         error = torch.where(top == 0, 0.0, error)
     error = torch.where(top <= LARGEST_SCALE, error, torch.nan)
-    kept = Interval(value.lo - error, value.hi + error, x.model)
-    if fmt.of == "sqrt":
-        kept = Interval(kept.lo.clamp(min=0), kept.hi, x.model)
-        return kept * kept
-    return kept * root if root is not None else kept
+    return _decoded(fmt, value, error, root)
 
 
 def _least_magnitude(x: Interval) -> Tensor:
