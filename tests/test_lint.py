@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optgen.base.errors import UserError
+from optgen.driver.judge import judge, look
 from optgen.formats import Blocked, Format, LogMinMax, Noise, Plan, e8m0, f16, f32, floats, fp16, linear, log, softsign
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
@@ -138,6 +139,15 @@ def test_recurrences_come_from_the_spec() -> None:
     assert lint.recurrences(rprop)["step_size"].kind == "multiplicative"
     # A flag that says that momentum is not 0 rules its default of 0 out.
     assert lint.recurrences(sgd, {"has_momentum": True})["momentum_buffer"] == EMA9
+
+
+def test_findings_about_vectors_say_so() -> None:
+    """Factored moments are averages as they are, those of vectors under lpmm4_factor 4-bit codes to nearest."""
+    found = [f for f in look(adamw, plans.lpmm4_factor).findings if f.state == "exp_avg_sq"]
+    assert [(f.code, f.where) for f in found] == [("L2", " of vectors"), ("L7", "")]
+    assert str(found[0]).startswith("L2 error: `exp_avg_sq` of vectors: the average freezes")
+    with pytest.raises(UserError, match="L2, `exp_avg_sq` of vectors in 4-bit unsigned blocks of 128"):
+        judge(adamw, plans.lpmm4_factor.but(name="unforced", forced="", signed=floats.f32))
 
 
 def test_plans_that_stagnate_are_refused_unless_forced() -> None:

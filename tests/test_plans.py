@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, Factored, Float, LogMinMax, Plan, Split, f32, floats, softsign, ue8m8
+from optgen.formats import Blocked, Factored, Float, LogMinMax, Plan, Rank1, Split, f32, floats, softsign, ue8m8
 from optgen.formats import bf16 as plain_bf16
 from optgen.lang.declare import StateDecl
 from optgen.ops import dtypes, spaces
@@ -163,6 +163,16 @@ def test_blocks_of_two_sizes_are_refused() -> None:
     error = refused("E302", lambda: plans.int8.but(nonneg=LogMinMax(8, 32)))
     assert "32" in error.message
     assert "64" in error.message
+    assert error.hint == "use one block size"
+
+
+def test_where_blocks_are_those_of_vectors_the_hint_says_what_sets_them() -> None:
+    for fmt in (Rank1(4, vectors=128), Factored(vectors=LogMinMax(4, 128))):
+        plan = plans.int8.but(name="uneven", nonneg=fmt)
+        states = (StateDecl("m", spaces.elem), StateDecl("v", spaces.elem, nonneg=True))
+        with pytest.raises(UserError, match="`m` in blocks of 64 and `v` in blocks of 128") as caught:
+            plan.storage(states, dtypes.f32, False, vector=True)
+        assert "`vectors`" in caught.value.hint
 
 
 def test_blocks_over_rows_are_refused() -> None:

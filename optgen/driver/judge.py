@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optgen.driver import targets
 from optgen.formats.plan import Plan
@@ -26,27 +26,32 @@ class Verdict:
 
 def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
     """The verdict; raises UserError where a format cannot hold a state, or (without `force`) the lint refuses."""
-    found: list[Finding] = []
-    for case in targets.cases(spec, plan):
-        if force:
-            found += lint.lint(lint.recurrences(spec, case.flags), case.storage)
-        else:
-            found += lint.check(spec, plan, case.storage, case.flags)
+    cases = list(targets.cases(spec, plan))
+    if force:
+        found = [f for case in cases for f in _linted(spec, case)]
+    else:
+        found = [f for case in cases for f in lint.check(spec, plan, case.storage, case.flags, _where(case))]
     return Verdict(_once(found), plan.forced or ("--force" if force else ""))
 
 
 def look(spec: Spec, plan: Plan) -> Verdict:
     """The verdict without refusing on the lint's account; raises UserError only where a format does not fit."""
-    found = [
-        f for case in targets.cases(spec, plan) for f in lint.lint(lint.recurrences(spec, case.flags), case.storage)
-    ]
+    found = [f for case in targets.cases(spec, plan) for f in _linted(spec, case)]
     return Verdict(_once(found), plan.forced)
 
 
+def _linted(spec: Spec, case: targets.Case) -> list[Finding]:
+    return [replace(f, where=_where(case)) for f in lint.lint(lint.recurrences(spec, case.flags), case.storage)]
+
+
+def _where(case: targets.Case) -> str:
+    return " of vectors" if case.vector else ""
+
+
 def _once(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each (rule, state) once, in order."""
+    """Each (rule, state) once, in order; what is about vectors alone is said of none but them."""
     seen: dict[tuple[str, str], Finding] = {}
-    for f in found:
+    for f in sorted(found, key=lambda f: f.where != ""):
         seen.setdefault((f.code, f.state), f)
     order = {"error": 0, "warning": 1, "note": 2}
     return tuple(sorted(seen.values(), key=lambda f: order[f.severity]))

@@ -318,4 +318,10 @@ class Plan:
                 sizes.setdefault(fmt.block, state.name)
         if len(sizes) > 1:
             (a, first), (b, second) = sorted(sizes.items())[:2]
-            raise UserError("E302", loc=self.loc, plan=self.name, first=first, a=a, second=second, b=b)
+            given = {"plan": self.name, "first": first, "a": a, "second": second, "b": b}
+            if any(fmt.matrix is not None for fmt in (self.signed, self.nonneg, *self.overrides.values())):
+                given["hint"] = (
+                    "use one block size; of Rank1 and Factored `vectors` says it, which is for tensors without rows "
+                    "and columns"
+                )
+            raise UserError("E302", loc=self.loc, **given)

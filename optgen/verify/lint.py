@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -68,15 +68,19 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One verdict; an error refuses the plan unless it is forced."""
+    """One verdict; an error refuses the plan unless it is forced.
+
+    where  which tensors it is about, "" for all: " of vectors"
+    """
 
     code: str
     severity: Severity
     state: str
     reason: str
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.code} {self.severity}: `{self.state}`: {self.reason}"
+        return f"{self.code} {self.severity}: `{self.state}`{self.where}: {self.reason}"
 
 
 # -- what the spec says
@@ -327,12 +331,17 @@ def _wide_reductions(fmt: Format) -> tuple[str, ...]:
 # -- refusing
 
 
-def check(spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None) -> list[Finding]:
-    """The findings; raises UserError for the first error unless the plan is forced, and for unproven companders."""
+def check(
+    spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
+) -> list[Finding]:
+    """The findings; raises UserError for the first error unless the plan is forced, and for unproven companders.
+
+    where  as in Finding
+    """
     for fmt in storage.states.values():
         if isinstance(fmt, (Blocked, Rank1)):
             bounds.prove(fmt.compander)
-    findings = lint(recurrences(spec, flags), storage)
+    findings = [replace(f, where=where) for f in lint(recurrences(spec, flags), storage)]
     errors = [f for f in findings if f.severity == "error"]
     if errors and not plan.forced:
         first = errors[0]
@@ -342,7 +351,7 @@ def check(spec: Spec, plan: Plan, storage: Storage, flags: Mapping[str, bool] | 
             spec=spec.name,
             plan=plan.name,
             state=first.state,
-            finding=f"{first.code}, `{first.state}` in {storage.states[first.state]}",
+            finding=f"{first.code}, `{first.state}`{where} in {storage.states[first.state]}",
             reason=first.reason,
         )
     return findings
