@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from optgen.driver.compile import compile as compiled
+from optgen.formats import Codebook, Factored, Plan, codebooks
+from optgen.lang import hyper, nonneg, optimizer, sqrt, state
 from optgen.optim import CAME, AdamW
 from optgen.runtime import checkpoint
 from tools import make_checkpoint_fixture as fixture
@@ -238,3 +242,47 @@ def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:
     for other in (opt, fixture.optimizer(fixture.CASES[0])[0]):
         with pytest.warns(UserWarning, match=r"no state for 1 parameters \(b\): they start anew"):
             other.load_state_dict(saved)
+
+
+@optimizer(cite="a test")
+def two_moments(p, g, m=state(), v=state(nonneg), *, lr=hyper(1e-2, ge=0)):
+    """A state of either sign and one of none."""
+    m = 0.5 * m + 0.5 * g
+    v = 0.5 * v + 0.5 * g * g
+    p = p - lr * m / (sqrt(v) + 1e-8)
+    return p, m, v
+
+
+SCALED = Plan("Scales and factors in fp32.", name="scaled", signed=Codebook(codebooks.dynamic(bits=4), 4, 32),
+              nonneg=Factored(), small_numel=0)  # fmt: skip
+
+
+def test_what_cannot_be_negative_is_refused_where_it_is() -> None:
+    """Scales, factors, a second moment as it is, and all of these as torch keeps them; first moments may be."""
+    cls = compiled(two_moments, SCALED, "strict")
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 40).view(s)) for s in ((4, 10), (40,))]
+    opt = cls(params, plan="scaled", backend="reference")
+    for p in params:
+        p.grad = p.detach().clone()
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    dense = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 1e-2}]}
+    for number, p in enumerate(params):
+        _, module, variant = checkpoint.select(cls, opt.param_groups[0], p)
+        dense["state"][number] = checkpoint.dense_entry(module, variant, p, opt.state[p])
+        assert (dense["state"][number]["m"] < 0).any()
+    before = everything(opt)
+    for form, number, key in (
+        (saved, 0, "m_scale"), (saved, 0, "v_row"), (saved, 0, "v_col"), (saved, 1, "m_scale"), (saved, 1, "v"),
+        (dense, 0, "v"), (dense, 1, "v"),
+    ):  # fmt: skip
+        for wrong in (-1e-30, -math.inf):
+            broken = copy.deepcopy(form)
+            value = broken["state"][number][key]
+            value.view(-1)[-1] = wrong
+            said = refusal(opt, broken)
+            assert f"{key}: expected numbers >= 0, 1 of {value.numel()} are negative" in said, (key, said)
+            assert everything(opt) == before
+    saved["state"][1]["v"][0] = -0.0
+    for form in (saved, dense):
+        assert refusal(opt, form) == ""

@@ -294,12 +294,24 @@ def _cpp_step(step: Step, name: str, source: str, parts: Pool) -> list[str]:
     return cpp_stages.whole(step, name, names)
 
 
+def _nonneg(spec: Spec, case: Case) -> set[str]:
+    """Names of the fields of which no number may be negative, as floats; a nonnegative state's first one stands for
+    the state."""
+    found = set()
+    for state in spec.present(case.flags):
+        parts = list(case.storage.states[state.name].fields().items())
+        found |= {field_name(state.name, suffix) for suffix, f in parts if f.nonneg and f.dtype.is_float}
+        found |= {field_name(state.name, parts[0][0])} if state.nonneg else set()
+    return found
+
+
 def _variant_row(
     spec: Spec, c: Compiled, name: str, strict_host: str, fast_host: str, step: str, kernel: str, codec: str
 ) -> dict[str, Any]:
     program = c.strict.program
     elements = {s.name for s in spec.states if s.space == spaces.elem}
     matrix = matrix_of(spec, c.case.flags, c.case.storage)
+    nonneg = _nonneg(spec, c.case)
     fields = []
     for b in program.buffers:
         if b.role in ("param", "grad"):
@@ -311,6 +323,7 @@ def _variant_row(
         where = f', space="{b.space.name}"' if b.space.name in spaces.SMALL else ""
         where += f', matrix="{matrix}"' if where and matrix != "last" else ""
         where += ", shared=True" if where and b.owner in elements else ""
+        where += ", nonneg=True" if b.name in nonneg else ""
         fields.append(
             f'Field("{b.name}", "{b.dtype.torch}", {per}, zero={zero!r}, state="{b.owner}"{where})'
         )

@@ -80,7 +80,7 @@ class Blocked(Coded):
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
     def fields(self) -> dict[str, Field]:
-        return narrow.fields(self.bits, self.bias) | {"scale": Field(self.scale.dtype, self.block)}
+        return narrow.fields(self.bits, self.bias) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)

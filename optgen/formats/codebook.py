@@ -98,7 +98,7 @@ class Codebook(Coded):
         return least_scale(self.scale, self.table[0] if self.positive else 0.0, self.of == "sqrt")
 
     def fields(self) -> dict[str, Field]:
-        return narrow.fields(self.bits, self.zero) | {"scale": Field(self.scale.dtype, self.block)}
+        return narrow.fields(self.bits, self.zero) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)

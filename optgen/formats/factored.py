@@ -72,7 +72,7 @@ class Factored(Format):
         return self.vectors
 
     def fields(self) -> dict[str, Field]:
-        return {"row": Field(dtypes.f32, space="row"), "col": Field(dtypes.f32, space="col")}
+        return {"row": Field(dtypes.f32, space="row", nonneg=True), "col": Field(dtypes.f32, space="col", nonneg=True)}
 
     def code(self, parts: Mapping[str, Num]) -> Num:
         return self.decode(parts)

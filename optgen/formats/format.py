@@ -31,12 +31,14 @@ class Field:
 
     space   "elem", or for one f32 per row, column, matrix or tensor: "row", "col", "mat", "tensor"; "axis": for one per
             index of each dimension that columns are made of
+    nonneg  whether its numbers are never negative, as those of scales
     """
 
     dtype: DType
     per: int = 1
     zero: int | float = 0
     space: str = "elem"
+    nonneg: bool = False
 
     @property
     def bytes_per_param(self) -> float:

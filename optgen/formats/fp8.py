@@ -108,7 +108,7 @@ class Fp8(Coded):
         return least_scale(self.scale, self.least * HALF if self.positive else 0.0, self.of == "sqrt")
 
     def fields(self) -> dict[str, Field]:
-        return {"": Field(dtypes.u8), "scale": Field(self.scale.dtype, self.block)}
+        return {"": Field(dtypes.u8), "scale": Field(self.scale.dtype, self.block, nonneg=True)}
 
     def code(self, parts: Mapping[str, Num]) -> Num:
         pattern = cast(parts[""], dtypes.i32)

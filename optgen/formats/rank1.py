@@ -114,8 +114,9 @@ class Rank1(Coded):
     def fields(self) -> dict[str, Field]:
         codes = narrow.fields(self.bits, max(self.bias, 0))
         if self.in_blocks:
-            return codes | {"scale": Field(dtypes.f32, self.vectors)}
-        return codes | {"row": Field(dtypes.f32, space="row"), "col": Field(dtypes.f32, space="axis")}
+            return codes | {"scale": Field(dtypes.f32, self.vectors, nonneg=True)}
+        row = Field(dtypes.f32, space="row", nonneg=True)
+        return codes | {"row": row, "col": Field(dtypes.f32, space="axis", nonneg=True)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         value = self.counted(x, root)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -358,7 +358,7 @@ def _load_one(
         misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
     made = _scalars(variant, found, dense, where, misfits)
     if dense:
-        _numbers(found, variant.states, where, misfits)
+        _numbers(found, variant.states, variant.nonneg, where, misfits)
         if variant.of_whole and parts is not None and parts.layout.dims():
             misfits.add(
                 f"{where}: its states are kept with statistics of whole rows and columns, which parts on several ranks "
@@ -383,9 +383,10 @@ def _load_one(
         if tensor is not None:
             made[f.name] = tensor
     if len(misfits.lines) == before:
-        _numbers(made, [f.name for f in variant.fields if f.torch_dtype.is_floating_point], where, misfits)
+        floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
+        _numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg}, where, misfits)
         coded = [n for n in variant.states if not variant.is_plain(n)]
-        _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, where, misfits)
+        _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, (), where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
 
@@ -440,12 +441,18 @@ def _true_rounding(
     return [(p, same["p"])] if all(torch.equal(same[name], made[name]) for name in own) else []
 
 
-def _numbers(values: Mapping[str, Tensor], names: Iterable[str], where: str, misfits: Misfits) -> None:
-    """A misfit for every tensor with a NaN in it: from a run that diverged, or a damaged file."""
+def _numbers(
+    values: Mapping[str, Tensor], names: Iterable[str], nonneg: Collection[str], where: str, misfits: Misfits
+) -> None:
+    """A misfit for every tensor with a NaN in it, and for those of `nonneg` with a negative number: from a run that
+    diverged, or a damaged file."""
     for name in names:
         wrong = int(values[name].isnan().sum())
         if wrong:
             misfits.add(f"{where}: {name}: expected numbers, {wrong} of {values[name].numel()} are NaN")
+        wrong = int((values[name] < 0).sum()) if name in nonneg else 0
+        if wrong:
+            misfits.add(f"{where}: {name}: expected numbers >= 0, {wrong} of {values[name].numel()} are negative")
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:

@@ -183,6 +183,8 @@ class Field:
            dimension that columns are made of
     matrix which two dimensions those are (layout.matrix_shape)
     shared whether it is part of how a state with a value for each element is kept, though it has fewer entries
+    nonneg whether no number in it is negative, where it has floats; of a state's first field: whether none of the
+           state is
     """
 
     name: str
@@ -194,6 +196,7 @@ class Field:
     space: str = "elem"
     matrix: str = "last"
     shared: bool = False
+    nonneg: bool = False
 
     @property
     def wide(self) -> bool:
@@ -343,6 +346,11 @@ class Variant:
     def states(self) -> tuple[str, ...]:
         """Names of the tensor states, in order."""
         return tuple(dict.fromkeys(f.owner for f in self.fields if f.owner != "p"))
+
+    @cached_property
+    def nonneg(self) -> frozenset[str]:
+        """The states of which no value is negative."""
+        return frozenset(name for name in self.states if next(f for f in self.fields if f.owner == name).nonneg)
 
     def is_plain(self, state: str) -> bool:
         """Whether a state is kept as one tensor of floats: its own values, as they are."""
