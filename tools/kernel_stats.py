@@ -369,6 +369,14 @@ CHOSEN: Sequence[tuple[str, str, str]] = (
     ("sgd", "int8_split24", "bfloat16"),
     ("sgd", "int8_rn_split24", "bfloat16"),
 )
+# What other formats cost, on one target: plans of peers, tables, rank-1 scales and factors.
+WATCHED: Sequence[tuple[str, str, str]] = (
+    ("adamw", "bnb8", "bfloat16"),
+    ("adamw", "torchao4", "bfloat16"),
+    ("adamw", "lpmm4", "bfloat16"),
+    ("adamw", "int5_factored_split24", "bfloat16"),
+)
+WATCHED_ON = "sm_90"
 BASELINES = ROOT / "tests" / "baselines" / "kernel_stats.json"
 _POINTERS = {"table": "*i64", "work": "*i32", "step_key": "i32"}
 
@@ -409,31 +417,48 @@ def generated() -> Iterable[Job]:
             yield from jobs_of(f"{spec}.{plan}.{function}", module, function, grad)
 
 
-def chosen() -> Iterable[Job]:
-    """The kernels of CHOSEN, built from the specs as they are now."""
-    from optgen.backends import triton as backend
-    from optgen.backends import wrapper
+def fast_step(spec_name: str, plan_name: str, param: str) -> Any:
+    """The step in fast maths, flags at their defaults; where a rule differs in a derived one only, with that on."""
     from optgen.driver import emit, targets
 
-    for spec_name, plan_name, param in CHOSEN:
-        spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
-        plan = getattr(importlib.import_module("specs.plans"), plan_name)
-        cases = [c for c in targets.cases(spec, plan) if c.storage.param.torch == param and not c.small]
-        # The default setting of the flags; rules of which only a derived flag differs are wanted with it on.
-        wanted = {f.name: f.default or f.nonzero is not None for f in spec.flags}
-        case = max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
-        schedule = emit.compile_case(spec, case, "fast").fast.stages[0].schedule
-        tile = backend.tile_elements(schedule)
-        text = wrapper.render(
-            "triton.py.j2",
-            header="",
-            helpers=backend.helpers([schedule]),
-            kernels=[backend.kernel(schedule, "kernel")],
-            tiles={"kernel": tile},
-            registers={"kernel": backend.registers(schedule)},
-        )
-        module = _module(f"{spec_name}_{plan_name}", text)
-        yield from jobs_of(f"{spec_name}.{plan_name}", module, "kernel", param)
+    spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
+    plan = getattr(importlib.import_module("specs.plans"), plan_name)
+    cases = [c for c in targets.cases(spec, plan) if c.storage.param.torch == param and not c.small and not c.vector]
+    wanted = {f.name: f.default or f.nonzero is not None for f in spec.flags}
+    case = max(cases, key=lambda c: sum(wanted[k] == v for k, v in dict(c.flags).items()))
+    return emit.compile_case(spec, case, "fast").fast
+
+
+def chosen() -> Iterable[Job]:
+    """The kernels of CHOSEN, built from the specs as they are now."""
+    for named in CHOSEN:
+        yield from of_one_sweep(*named)
+
+
+def watched() -> Iterable[Job]:
+    """The sweeps of WATCHED, likewise."""
+    for named in WATCHED:
+        several = len(fast_step(*named).stages) > 1
+        for job in of_several_sweeps(*named) if several else of_one_sweep(*named):
+            if WATCHED_ON in job.targets and (job.panels or not several):
+                yield job
+
+
+def of_one_sweep(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
+    """The kernel of a step."""
+    from optgen.backends import triton as backend
+    from optgen.backends import wrapper
+
+    schedule = fast_step(spec_name, plan_name, param).stages[0].schedule
+    text = wrapper.render(
+        "triton.py.j2",
+        header="",
+        helpers=backend.helpers([schedule]),
+        kernels=[backend.kernel(schedule, "kernel")],
+        tiles={"kernel": backend.tile_elements(schedule)},
+        registers={"kernel": backend.registers(schedule)},
+    )
+    yield from jobs_of(f"{spec_name}.{plan_name}", _module(f"{spec_name}_{plan_name}", text), "kernel", param)
 
 
 # Steps of several sweeps, whose tests ask for no spills.
@@ -444,35 +469,35 @@ STAGED: Sequence[tuple[str, str, str]] = (
 )
 
 
+def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
+    """The kernels of a step."""
+    from optgen.backends import triton_stages, wrapper
+    from optgen.driver import emit
+
+    step, functions = fast_step(spec_name, plan_name, param), emit.Functions(emit.Pool())
+    functions.add(step, "stage", "")
+    text = wrapper.render(
+        "triton.py.j2",
+        header="",
+        helpers=triton_stages.needs(step),
+        kernels=functions.pool.functions,
+        tiles=functions.tiles,
+        registers=functions.limits,
+        warps=functions.warps,
+        dense=functions.dense,
+    )
+    module = _module(f"{spec_name}_{plan_name}", text)
+    for function in sorted(vars(module)):
+        if name := re.fullmatch(r"stage_(\d+(_flat)?)", function):
+            yield from staged_jobs(f"{spec_name}.{plan_name}.{name[1]}", module, function, param)
+
+
 def staged() -> Iterable[Job]:
     """The kernels of STAGED, built from the specs as they are now, and those of the prelude that sum up."""
-    from optgen.backends import triton_stages, wrapper
-    from optgen.driver import emit, targets
     from optgen.runtime import triton_prelude
 
-    for spec_name, plan_name, param in STAGED:
-        spec = getattr(importlib.import_module(f"specs.{spec_name}"), spec_name)
-        plan = getattr(importlib.import_module("specs.plans"), plan_name)
-        case = next(
-            c for c in targets.cases(spec, plan)
-            if c.storage.param.torch == param and not c.small and all(c.flags[f.name] == f.default for f in spec.flags)
-        )  # fmt: skip
-        step, functions = emit.compile_case(spec, case, "fast").fast, emit.Functions(emit.Pool())
-        functions.add(step, "stage", "")
-        text = wrapper.render(
-            "triton.py.j2",
-            header="",
-            helpers=triton_stages.needs(step),
-            kernels=functions.pool.functions,
-            tiles=functions.tiles,
-            registers=functions.limits,
-            warps=functions.warps,
-            dense=functions.dense,
-        )
-        module = _module(f"{spec_name}_{plan_name}", text)
-        for function in sorted(vars(module)):
-            if name := re.fullmatch(r"stage_(\d+(_flat)?)", function):
-                yield from staged_jobs(f"{spec_name}.{plan_name}.{name[1]}", module, function, param)
+    for named in STAGED:
+        yield from of_several_sweeps(*named)
     tables = {"table": "*i64", "work": "*i32"}
     aligned = ("table", "work")
     for constants in ({"MAX": False}, {"MAX": True}):
@@ -588,12 +613,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all of them")
     parser.add_argument("--chosen", action="store_true", help="those of the performance tests, built from the specs")
     parser.add_argument("--stages", action="store_true", help="those of steps of several sweeps, built from the specs")
-    parser.add_argument("--update", action="store_true", help="write the chosen kernels' counts as the baselines")
+    parser.add_argument("--watched", action="store_true", help=f"those of other formats, on {WATCHED_ON}")
+    parser.add_argument("--update", action="store_true", help="write the chosen and watched kernels' as baselines")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
     parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
     asked = parser.parse_args(arguments)
     results: dict[str, Stats] = {}
-    for job in staged() if asked.stages else chosen() if asked.chosen or asked.update else kernels():
+    jobs = [staged] * asked.stages + [chosen] * asked.chosen + [watched] * asked.watched
+    jobs = [chosen, watched] if asked.update else jobs or [kernels]
+    for job in (job for some in jobs for job in some()):
         if asked.names and not any(name in job.name for name in asked.names):
             continue
         for target in job.targets:
