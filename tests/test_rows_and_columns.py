@@ -400,6 +400,23 @@ def test_cpp_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
     assert all(p.isfinite().all() for p in eager[0])
 
 
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
+    """Two tensors that look the same to kernels, but for what their columns are made of, take turns."""
+    cls, found = compiled(adamw, RANK1, "strict"), []
+    for backend in ("reference", "cpp"):
+        draw = torch.Generator().manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(s, generator=draw)) for s in ((8, 2, 3), (8, 3, 2))]
+        opt = cls(params, lr=1e-2, plan=RANK1.name, backend=backend)
+        for k in range(6):
+            p = params[k % 2]
+            p.grad = torch.randn(p.shape, generator=draw) * torch.rand(p.shape, generator=draw) ** 6
+            opt.step()
+            p.grad = None
+        found.append(([p.data for p in params], [dict(opt.state[p]) for p in params]))
+    assert_same(*found)
+
+
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("plan", [RANK1, pytest.param(ROOTED, marks=pytest.mark.slow), FACTORED], ids=lambda x: x.name)
 def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
