@@ -91,8 +91,14 @@ struct dadapt_adam_float32_2 {
         {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -197,12 +203,7 @@ struct dadapt_adam_float32_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -250,10 +251,10 @@ struct dadapt_adam_float32_2 {
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -312,6 +313,11 @@ struct dadapt_adam_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -679,8 +685,14 @@ struct dadapt_adam_bfloat16_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -786,13 +798,9 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -837,10 +845,10 @@ struct dadapt_adam_bfloat16_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -916,6 +924,10 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1269,8 +1281,14 @@ struct dadapt_adam_float16_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1376,13 +1394,9 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1427,10 +1441,10 @@ struct dadapt_adam_float16_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -1525,6 +1539,10 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1740,8 +1758,14 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1846,12 +1870,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1899,10 +1918,10 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -1961,6 +1980,11 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2272,8 +2296,14 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2379,13 +2409,9 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2430,10 +2456,10 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -2509,6 +2535,10 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2803,8 +2833,14 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2910,13 +2946,9 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2961,10 +2993,10 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -3059,6 +3091,10 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);

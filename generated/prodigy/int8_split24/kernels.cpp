@@ -100,8 +100,14 @@ struct prodigy_float32_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -202,13 +208,7 @@ struct prodigy_float32_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -251,10 +251,10 @@ struct prodigy_float32_2 {
                 const F d_over_d0_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -313,6 +313,12 @@ struct prodigy_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -483,9 +489,9 @@ struct prodigy_float32_5 {
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -849,8 +855,14 @@ struct prodigy_bfloat16_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -899,12 +911,7 @@ struct prodigy_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -925,7 +932,7 @@ struct prodigy_bfloat16_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -949,6 +956,11 @@ struct prodigy_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -1075,8 +1087,14 @@ struct prodigy_bfloat16_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1165,12 +1183,7 @@ struct prodigy_bfloat16_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1213,9 +1226,9 @@ struct prodigy_bfloat16_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -1262,6 +1275,11 @@ struct prodigy_bfloat16_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1635,8 +1653,14 @@ struct prodigy_float16_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1685,12 +1709,7 @@ struct prodigy_float16_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1719,7 +1738,7 @@ struct prodigy_float16_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -1743,6 +1762,11 @@ struct prodigy_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -1776,8 +1800,14 @@ struct prodigy_float16_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1866,12 +1896,7 @@ struct prodigy_float16_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1933,9 +1958,9 @@ struct prodigy_float16_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -1982,6 +2007,11 @@ struct prodigy_float16_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2244,8 +2274,14 @@ struct prodigy_float32_safeguard_warmup_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                   // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2345,13 +2381,7 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2394,10 +2424,10 @@ struct prodigy_float32_safeguard_warmup_2 {
                 const F d_over_d0_times_d_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -2456,6 +2486,12 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2640,8 +2676,14 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2690,12 +2732,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2716,7 +2753,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -2740,6 +2777,11 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -2869,8 +2911,14 @@ struct prodigy_float16_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2919,12 +2967,7 @@ struct prodigy_float16_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2953,7 +2996,7 @@ struct prodigy_float16_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -2977,6 +3020,11 @@ struct prodigy_float16_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -3122,8 +3170,14 @@ struct prodigy_float32_use_bias_correction_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3224,13 +3278,7 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -3273,10 +3321,10 @@ struct prodigy_float32_use_bias_correction_2 {
                 const F d_over_d0_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -3335,6 +3383,12 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3708,8 +3762,14 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3758,12 +3818,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3784,7 +3839,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -3808,6 +3863,11 @@ struct prodigy_bfloat16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -3902,8 +3962,14 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3992,12 +4058,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4040,9 +4101,9 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -4089,6 +4150,11 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -4383,8 +4449,14 @@ struct prodigy_float16_use_bias_correction_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -4433,12 +4505,7 @@ struct prodigy_float16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -4467,7 +4534,7 @@ struct prodigy_float16_use_bias_correction_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -4491,6 +4558,11 @@ struct prodigy_float16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -4524,8 +4596,14 @@ struct prodigy_float16_use_bias_correction_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -4614,12 +4692,7 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4681,9 +4754,9 @@ struct prodigy_float16_use_bias_correction_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -4730,6 +4803,11 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -4995,8 +5073,14 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                   // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -5096,13 +5180,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -5145,10 +5223,10 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 const F d_over_d0_times_d_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -5207,6 +5285,12 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -5397,8 +5481,14 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -5447,12 +5537,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -5473,7 +5558,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -5497,6 +5582,11 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -5629,8 +5719,14 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -5679,12 +5775,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(p0_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -5713,7 +5804,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -5737,6 +5828,11 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);

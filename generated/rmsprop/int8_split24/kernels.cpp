@@ -23,8 +23,14 @@ struct rmsprop_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -76,10 +82,7 @@ struct rmsprop_float32 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -105,8 +108,8 @@ struct rmsprop_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_2);
@@ -142,6 +145,9 @@ struct rmsprop_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -199,8 +205,14 @@ struct rmsprop_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -253,11 +265,7 @@ struct rmsprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -286,8 +294,8 @@ struct rmsprop_bfloat16 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store_half<2>(p_at + i, p_word);
@@ -324,6 +332,10 @@ struct rmsprop_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -406,8 +418,14 @@ struct rmsprop_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -460,11 +478,7 @@ struct rmsprop_float16 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -513,8 +527,8 @@ struct rmsprop_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -551,6 +565,10 @@ struct rmsprop_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -653,8 +671,14 @@ struct rmsprop_float32_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -719,11 +743,7 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -756,9 +776,9 @@ struct rmsprop_float32_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -804,6 +824,10 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -870,8 +894,14 @@ struct rmsprop_bfloat16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -937,12 +967,9 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -976,9 +1003,9 @@ struct rmsprop_bfloat16_has_momentum {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
@@ -1038,6 +1065,11 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1129,8 +1161,14 @@ struct rmsprop_float16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1196,12 +1234,7 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -1257,9 +1290,9 @@ struct rmsprop_float16_has_momentum {
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -1306,6 +1339,11 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1417,8 +1455,14 @@ struct rmsprop_float32_centered {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1485,11 +1529,7 @@ struct rmsprop_float32_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1523,8 +1563,8 @@ struct rmsprop_float32_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -1565,7 +1605,7 @@ struct rmsprop_float32_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1583,7 +1623,7 @@ struct rmsprop_float32_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1604,6 +1644,10 @@ struct rmsprop_float32_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -1664,8 +1708,14 @@ struct rmsprop_bfloat16_centered {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1733,12 +1783,7 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1775,8 +1820,8 @@ struct rmsprop_bfloat16_centered {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -1818,7 +1863,7 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1836,7 +1881,7 @@ struct rmsprop_bfloat16_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1857,6 +1902,11 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -1943,8 +1993,14 @@ struct rmsprop_float16_centered {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2012,12 +2068,7 @@ struct rmsprop_float16_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2074,8 +2125,8 @@ struct rmsprop_float16_centered {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2117,7 +2168,7 @@ struct rmsprop_float16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -2135,7 +2186,7 @@ struct rmsprop_float16_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2156,6 +2207,11 @@ struct rmsprop_float16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -2261,8 +2317,14 @@ struct rmsprop_float32_centered_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2355,12 +2417,7 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2406,9 +2463,9 @@ struct rmsprop_float32_centered_has_momentum {
                 const F p_abs = abs(momentum_buffer);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2460,7 +2517,7 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -2478,7 +2535,7 @@ struct rmsprop_float32_centered_has_momentum {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2510,6 +2567,11 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -2575,8 +2637,14 @@ struct rmsprop_bfloat16_centered_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2670,13 +2738,9 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2723,9 +2787,9 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
@@ -2791,7 +2855,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -2809,7 +2873,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2841,6 +2905,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -2932,8 +3002,14 @@ struct rmsprop_float16_centered_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3027,13 +3103,7 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
-            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
-            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -3102,9 +3172,9 @@ struct rmsprop_float16_centered_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -3157,7 +3227,7 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -3175,7 +3245,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -3207,6 +3277,12 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
