@@ -265,6 +265,28 @@ def test_what_lies_under_a_fixed_grid_reads_as_its_beginning(bits: int) -> None:
 # -- over many steps
 
 
+@pytest.mark.parametrize("fmt", [LogMax(3, 64), LogMinMax(4, 64)], ids=str)
+def test_few_bits_follow_a_second_moment_that_moves_slowly(fmt: LogMax | LogMinMax) -> None:
+    """Up and down by a factor of 15 within 1,000 steps, at most 5 % at a time, every element its block's maximum.
+
+    If the end of a range held the largest back it would stay where it began.  Codes are unbiased, so the geometric
+    mean over elements is within a cell of the root.
+    """
+    draw = torch.Generator().manual_seed(0)
+    true = torch.ones(2, dtype=torch.float64)
+    kept = fmt.decode(fmt.encode(torch.ones(2, 4, 64)))
+    aim = torch.tensor([16.0, 0.0])
+    for _ in range(1000):
+        word = torch.randint(0, 1 << 12, kept.shape, generator=draw, dtype=torch.int32)
+        kept = fmt.decode(fmt.encode(0.997 * kept + 0.003 * aim[:, None, None], noise=Noise(word, 0, 12)))
+        true = 0.997 * true + 0.003 * aim
+    assert float(true[0]) > 15
+    assert float(true[1]) < 1 / 15
+    cell = (one_step_bound(fmt, 3) if isinstance(fmt, LogMinMax) else one_step_bound(fmt)).total
+    roots = torch.exp2(0.5 * (kept.double().log2().mean((1, 2)) - true.log2()))
+    assert ((roots <= 1 + cell) & (roots >= 1 / (1 + cell))).all()
+
+
 @pytest.mark.parametrize("decay", [0.9, 0.95])
 def test_the_steady_bound_of_a_signed_average_is_nearly_attained(decay: float) -> None:
     """Nearest rounding under a scale that another element holds: the average of a pulse gets stuck where it may."""

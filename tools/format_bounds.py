@@ -203,7 +203,7 @@ def families() -> Iterator[tuple[str, str, list[Row]]]:
         made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]  # type: ignore[arg-type]
         yield "min/max logarithm", rounding, [of_format(fmt) for fmt in made]
     for rounding in ("nearest", "stochastic"):
-        spans = {b: min(2.0, ((1 << b) - 1) / 2) for b in WIDTHS if b < 8}
+        spans = {b: min(2.0, ((1 << b) - 1) / 2) for b in WIDTHS}
         made = [LogMax(b, 64, o, rounding) for b, o in spans.items()]  # type: ignore[arg-type]
         yield "fixed logarithm", rounding, [of_format(fmt) for fmt in made]
 

@@ -42,7 +42,7 @@ class LogMax(Format):
 
     bits: int = 3
     block: int = 64
-    octaves: float = 2.0
+    octaves: float = 2.5
     rounding: Rounding = "auto"
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 

@@ -65,8 +65,8 @@ def certify(fmt: Format, units: int | None = None) -> Certificate:
         ends = (_kept(fmt, low), _kept(fmt, high))
         return _worst([_Line(fmt, low, high, ends, relative=True)], fmt, one_step_bound(fmt, span))
     if isinstance(fmt, LogMax):
-        # The grid lies otherwise in each octave; at most a cell above a block's maximum it ends.
-        tops = [ONE + (quarter << 21) for quarter in range(8)]
+        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
+        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
         lines = [_Line(fmt, top - (fmt.codes - 1) * fmt.step, top, (_square(top),), relative=True) for top in tops]
         return _worst(lines, fmt, one_step_bound(fmt))
     raise TypeError(f"no certificate for {type(fmt).__name__}")
