@@ -14,6 +14,7 @@ from optgen.formats import (
     Format,
     Fp8,
     Kahan,
+    LogMax,
     LogMinMax,
     Native,
     Noise,
@@ -57,6 +58,7 @@ for rounding in ("nearest", "stochastic"):
     FORMATS += [Blocked(8, 16, softsign(1), s, rounding=rounding) for s in (bf16_up, e8m0, fp32)]
     FORMATS += [Blocked(8, 16, linear, s, signed=False, of="sqrt", rounding=rounding) for s in (ue7m9, fp32)]
     FORMATS += [LogMinMax(8, 16, of=of, rounding=rounding) for of in ("sqrt", "value")]
+    FORMATS += [LogMax(3, 16, octaves=2, rounding=rounding), LogMax(8, 16, octaves=20, rounding=rounding)]
     FORMATS += [floats.bf16.rounded(rounding), floats.f16.rounded(rounding)]
     FORMATS += [Codebook(codebooks.dynamic(True, 4), 4, 16, rounding=rounding)]
     FORMATS += [Codebook(codebooks.dynamic(False, 4, zero=False), 4, 16, ue7m9, of="sqrt", rounding=rounding)]
@@ -243,7 +245,46 @@ def test_bounds_of_wide_blocks_hold_however_the_block_lies(of: str, rounding: st
             assert (read <= torch.maximum(true * (1 + most.total), floor)).all()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_what_lies_under_a_fixed_grid_reads_as_its_beginning(bits: int) -> None:
+    """Maxima at every place between two grid points, others down to the span that is stated, and far below it."""
+    fmt = LogMax(bits, 16, octaves=min(2.0, ((1 << bits) - 1) / 2), rounding="stochastic")
+    bound, span = one_step_bound(fmt), bounds.grid_span(fmt)
+    top = torch.exp2(torch.linspace(0, 2, 401, dtype=torch.float64))[:, None]
+    depth = torch.cat([torch.linspace(0, 1, 8) * span, span + torch.linspace(0, 30, 8)]).double()
+    x = (top * torch.exp2(-depth)).square().float()[:, None, :]
+    true = x.double().sqrt()
+    for word in (0, -1, 1 << 30):
+        read = fmt.decode_root(fmt.encode(x, noise=Noise(torch.full_like(x, word, dtype=torch.int32), 20, 12))).double()
+        assert ((read / true - 1).abs() <= bound.total)[..., :8].all()
+        floor = true.amax(-1, keepdim=True) * 2.0**-span
+        assert (read <= torch.maximum(true, floor) * (1 + bound.total)).all()
+        assert (read > 0).all()
+
+
 # -- over many steps
+
+
+@pytest.mark.parametrize("fmt", [LogMax(3, 64), LogMinMax(4, 64)], ids=str)
+def test_few_bits_follow_a_second_moment_that_moves_slowly(fmt: LogMax | LogMinMax) -> None:
+    """Up and down by a factor of 15 within 1,000 steps, at most 5 % at a time, every element its block's maximum.
+
+    If the end of a range held the largest back it would stay where it began.  Codes are unbiased, so the geometric
+    mean over elements is within a cell of the root.
+    """
+    draw = torch.Generator().manual_seed(0)
+    true = torch.ones(2, dtype=torch.float64)
+    kept = fmt.decode(fmt.encode(torch.ones(2, 4, 64)))
+    aim = torch.tensor([16.0, 0.0])
+    for _ in range(1000):
+        word = torch.randint(0, 1 << 12, kept.shape, generator=draw, dtype=torch.int32)
+        kept = fmt.decode(fmt.encode(0.997 * kept + 0.003 * aim[:, None, None], noise=Noise(word, 0, 12)))
+        true = 0.997 * true + 0.003 * aim
+    assert float(true[0]) > 15
+    assert float(true[1]) < 1 / 15
+    cell = (one_step_bound(fmt, 3) if isinstance(fmt, LogMinMax) else one_step_bound(fmt)).total
+    roots = torch.exp2(0.5 * (kept.double().log2().mean((1, 2)) - true.log2()))
+    assert ((roots <= 1 + cell) & (roots >= 1 / (1 + cell))).all()
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.95])

@@ -469,7 +469,7 @@ def test_low_bits_go_to_the_parameter_of_their_name(tmp_path: Path) -> None:
                 assert torch.equal(low_bits.exact(p), want[name]), name
 
 
-@pytest.mark.parametrize("plan", ["int8_split24", "int6_split24", "int5_split24", "int4_split24"])
+@pytest.mark.parametrize("plan", ["int8_split24", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24"])
 def test_the_values_in_a_file_are_those_of_the_states(tmp_path: Path, plan: str) -> None:
     model, opt = ready(plan=plan)
     save_checkpoint(tmp_path / "run.pt", opt, model)

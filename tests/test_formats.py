@@ -20,6 +20,7 @@ from optgen.formats import (
     Float,
     Format,
     Kahan,
+    LogMax,
     LogMinMax,
     Master,
     Native,
@@ -59,6 +60,7 @@ UNSIGNED += [Blocked(8, 64, c, fp32, signed=False) for c in (linear, root, softs
 UNSIGNED += [Blocked(b, 64, linear, fp32, signed=False, of="sqrt") for b in (6, 4)]
 UNSIGNED += [LogMinMax(8, b, of=of) for b in (16, 64) for of in ("sqrt", "value")]
 UNSIGNED += [LogMinMax(b, 64) for b in (7, 6, 5, 4)] + [LogMinMax(5, 16, of="value")]
+UNSIGNED += [LogMax(b, 64, octaves=o) for b, o in ((3, 2), (4, 3), (7, 4))] + [LogMax(8, 16, octaves=20)]
 FORMATS = SIGNED + UNSIGNED
 MASTERS = (Native(), Native("stochastic"), Copy(), Kahan(), Split(8, "nearest"), Split(8), Split(16), Ecc8())
 NARROW = (dtypes.bf16, dtypes.f16)
@@ -171,6 +173,27 @@ def test_the_error_of_a_step_is_within_the_derived_bound(fmt: Format, data: st.D
         assert ((kept - true).abs() <= one_step_bound(used).total * scale + 2.0**-148).all()
     elif isinstance(used, LogMinMax):
         check_log(used, parts, true, fmt)
+    else:
+        assert isinstance(used, LogMax)
+        check_grid(used, parts, true, fmt)
+
+
+def check_grid(used: LogMax, parts: dict[str, Tensor], true: Tensor, fmt: Format) -> None:
+    """Within a cell of the root, down to where the grid of the block begins; what is below reads as its beginning."""
+    kept, root = fmt.decode_root(parts).double(), true.sqrt()
+    number = parts["peak"].long()
+    assert (number >= used.codes).all()
+    first = (used.lowest + (number - used.codes) * used.step).int().view(torch.float32).double()
+    last = (used.lowest + number * used.step).int().view(torch.float32).double()
+    reached = root.clamp(max=float(torch.tensor(used.highest, dtype=torch.int32).view(torch.float32)))
+    largest = reached.amax(-1, keepdim=True)
+    assert (last * (1 + used.step / 2**23) >= largest).all()
+    inside = reached >= first
+    assert ((kept - reached).abs() <= one_step_bound(used).total * reached)[inside].all()
+    assert (kept == first)[~inside].all()
+    # The grid begins as far below the maximum as it says, and not further up.
+    reach = used.octaves - used.octaves / used.codes - 0.09
+    assert (first <= (largest * 2.0**-reach).clamp(min=2.0**-63)).all()
 
 
 def check_log(used: LogMinMax, parts: dict[str, Tensor], true: Tensor, fmt: Format) -> None:
@@ -209,7 +232,7 @@ def test_zero_stays_zero_next_to_anything(fmt: Format, data: st.DataObject, seed
 def test_a_second_moment_never_becomes_zero(fmt: Format, data: st.DataObject, seed: int | None) -> None:
     x = data.draw(of_format(fmt))
     parts = fmt.encode(x, noise=draw_noise(fmt, x, seed))
-    if isinstance(fmt, LogMinMax) or fmt.positive:
+    if fmt.positive:
         assert (fmt.decode(parts) > 0).all()
         assert (fmt.decode_root(parts) > 0).all()
     live = (x > 0) & (x > x.amax(-1, keepdim=True) * 2.0**-40) & (x > 2.0**-60)
@@ -262,7 +285,7 @@ def test_stochastic_rounding_is_unbiased_over_all_its_noise(fmt: Format) -> None
 
 def slack_codes(fmt: Format) -> float:
     """Roundings on the way to a code of at most 255, in units of 2^-14 codes."""
-    short = isinstance(fmt, LogMinMax) or (isinstance(fmt, Blocked) and fmt.compander.short_encode is not None)
+    short = fmt.compander.short_encode is not None if isinstance(fmt, Blocked) else True
     return 4 * 255 * ROUNDOFF * 2**14 * (1 if short else 64)
 
 
@@ -274,6 +297,10 @@ def exact_code(fmt: Format, x: Tensor) -> Tensor:
         n = (true.sqrt() if fmt.of == "sqrt" else true) / fmt.scale.decode(parts["scale"]).double()
         code = fmt.codes * torch.as_tensor(fmt.compander.curve(n.abs())) * n.sign()
         return code + fmt.bias
+    if isinstance(fmt, LogMax):
+        first = fmt.lowest + (parts["peak"].long() - fmt.codes) * fmt.step
+        # What lies below the grid's beginning is raised to it.
+        return ((x.sqrt().view(torch.int32).long() - first) / fmt.step).double().clamp(min=0)
     assert isinstance(fmt, LogMinMax)
     pattern = (x.sqrt() if fmt.of == "sqrt" else x).view(torch.int32).long()
     header = parts["range"].int().long() & 0xFFFF
@@ -301,7 +328,7 @@ def test_what_is_not_finite_stays_in_its_block_of_second_moments(fmt: Format, ba
     x[0, 1, 5] = bad
     kept = fmt.decode(fmt.encode(x))
     assert torch.equal(kept[0, ::2], clean[0, ::2])
-    if isinstance(fmt, LogMinMax):
+    if isinstance(fmt, (LogMax, LogMinMax)):
         assert kept.isfinite().all()
         if bad == float("inf"):
             assert float(kept[0, 1, 5]) == float(kept[0, 1].max()) > 2.0**126
@@ -341,6 +368,8 @@ def error_alone(fmt: Format) -> float:
     if isinstance(fmt, Blocked):
         step = one_step_bound(fmt).total * (1 + fmt.scale.excess)
         return (1 + step) ** 2 - 1 if fmt.of == "sqrt" else step
+    if isinstance(fmt, LogMax):
+        return (1 + one_step_bound(fmt).total) ** 2 - 1
     step = one_step_bound(fmt, 3).total  # one unit, and a margin at both ends
     return (1 + step) ** 2 - 1 if fmt.of == "sqrt" else step  # type: ignore[union-attr]
 
@@ -557,6 +586,10 @@ def test_every_value_of_the_word_outside_its_bits_is_ignored() -> None:
         lambda: LogMinMax(3, 64),
         lambda: LogMinMax(9, 64),
         lambda: LogMinMax(8, 1),
+        lambda: LogMax(1, 64),
+        lambda: LogMax(3, 48),
+        lambda: LogMax(3, 64, octaves=0.05),
+        lambda: LogMax(3, 64, octaves=4),
         lambda: Blocked(8, 64, of="sqrt"),
         lambda: Split(12),  # type: ignore[arg-type]
         lambda: softsign(0),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import optgen
-from optgen.formats import Blocked, Plan, narrow
+from optgen.formats import Blocked, LogMax, LogMinMax, Plan, narrow
 from optgen.ops import dtypes
 from optgen.optim import AdamW
 from optgen.runtime import native
@@ -18,7 +18,7 @@ from specs import plans
 from tests.harness import same_bits
 from tests.test_cpp_stages import compare, train
 
-PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24)
+PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24, plans.int5_int3_split24)
 each_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 # Rows of whole blocks, of whole eights, of neither; shorter than a block, than eight; one element, and none.
 SHAPES = [
@@ -74,8 +74,8 @@ def test_rows_and_columns_beside_packed_codes() -> None:
 def test_what_a_tensor_takes(plan: Plan) -> None:
     """Bytes of every field, rows of whole eights; exact, measured on the states."""
     cls = optgen.compile("adamw", plan)
-    assert isinstance(plan.signed, Blocked)
-    bits = plan.signed.bits
+    assert isinstance(plan.signed, Blocked) and isinstance(plan.nonneg, LogMax | LogMinMax)
+    bits = plan.signed.bits + plan.nonneg.bits
     for rows, columns in ((128, 256), (70, 101)):
         p = torch.nn.Parameter(torch.randn(rows, columns).bfloat16())
         p.grad = torch.randn_like(p)
@@ -83,7 +83,7 @@ def test_what_a_tensor_takes(plan: Plan) -> None:
         opt.step()
         kept = sum(t.numel() * t.element_size() for t in opt.state[p].values() if isinstance(t, torch.Tensor))
         blocks = -(-columns // 64)
-        assert kept == rows * (columns + 2 * (-(-columns // 8) * bits) + 2 * 2 * blocks)
+        assert kept == rows * (columns + -(-columns // 8) * bits + 2 * 2 * blocks)
         assert opt.memory().total == kept + 2 * p.numel()
 
 

@@ -106,8 +106,11 @@ def test_the_size_of_gradients_does_not_matter(found: Found, scale: float) -> No
 def test_four_bits_are_nearer_than_torchaos(found: Found) -> None:
     for beta2, most in (("0.999", 0.5), ("0.95", 0.4)):
         (ours, _), (theirs, _) = found("int4_split24", beta2), found("torchao 4-bit", beta2)
+        # Blocks of this stream span more octaves than 3 bits can follow.
+        (dealt, _) = found("int5_int3_split24", beta2)
         assert ours.nmse <= most * theirs.nmse
-        assert ours.zeros == ours.broken == 0
+        assert dealt.nmse <= 0.8 * theirs.nmse
+        assert ours.zeros == ours.broken == dealt.zeros == dealt.broken == 0
 
 
 def test_a_perfect_codec_has_no_error_and_a_wrong_one_has(tool: Any, stream: Any) -> None:
@@ -147,13 +150,19 @@ def test_the_committed_tables_say_what_is_claimed(tool: Any) -> None:
     assert nmse("int8_split24", "0.999") <= 0.1 * nmse("flashoptim", "0.999")
     assert nmse("int8_split24", "0.95") <= 1.15 * nmse("flashoptim", "0.95")
     assert nmse("int6_split24", "0.999") <= nmse("flashoptim", "0.999")
-    # Hoped for were 0.15, which were other models' gradients; it is 0.24 on these.
+    # 0.15 were hoped for, which other models' gradients gave; it is 0.24 on these, and 0.14 with the bytes dealt
+    # otherwise.
     assert nmse("int4_split24", "0.999") <= 0.25 * nmse("torchao 4-bit", "0.999")
     assert nmse("int4_split24", "0.95") <= 0.6 * nmse("torchao 4-bit", "0.95")
+    assert of["int5_int3_split24"]["bits"] <= of["torchao 4-bit"]["bits"]
+    assert nmse("int5_int3_split24", "0.999") <= 0.15 * nmse("torchao 4-bit", "0.999")
+    assert nmse("int5_int3_split24", "0.999") <= 0.2 * nmse("lpmm4", "0.999")
+    assert nmse("int5_int3_split24", "0.95") <= 0.6 * min(nmse("torchao 4-bit", "0.95"), nmse("lpmm4", "0.95"))
+    assert all(x["rms"] <= 1.1 * x["true_rms"] for x in of["int5_int3_split24"]["dead"].values())
     # A factored second moment leaves its bits to the first: both together take fewer than 8.5.
     assert nmse("int5_factored_split24", "0.999") <= 0.15 * min(nmse("torchao 4-bit", "0.999"), nmse("lpmm4", "0.999"))
     assert nmse("int5_factored_split24", "0.95") <= 0.6 * min(nmse("torchao 4-bit", "0.95"), nmse("lpmm4", "0.95"))
-    for name in ("int8_split24", "int6_split24", "int5_split24", "int4_split24"):
+    for name in ("int8_split24", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24"):
         for beta2 in BETAS2:
             said = of[name]["recurrent"][beta2]
             assert said["zeros"] == said["broken"] == 0

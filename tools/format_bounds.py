@@ -89,14 +89,16 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
 
     TypeError for a format whose bound is a multiple of something that is not kept under a name known here.
     """
-    from optgen.formats import LogMinMax
-    from optgen.verify.bounds import log_span, one_step_bound
+    from optgen.formats import LogMax, LogMinMax
+    from optgen.verify.bounds import grid_span, log_span, one_step_bound
 
     bound = one_step_bound(fmt)
     rooted = getattr(fmt, "of", "value") == "sqrt"
     octaves = SPAN
     if isinstance(fmt, LogMinMax):
         octaves = min(octaves, log_span(fmt, fmt.most)[0])
+    if isinstance(fmt, LogMax):
+        octaves = min(octaves, grid_span(fmt))
     x = random_blocks(fmt, octaves, seed)
     if getattr(fmt, "matrix", None) is not None:
         x = x.view(BLOCKS // 8, 8, -1)
@@ -179,8 +181,8 @@ def rows() -> tuple[list[Row], list[Row]]:
 
 
 def families() -> Iterator[tuple[str, str, list[Row]]]:
-    """(compander, rounding, its widths), signed but for the root; then the min/max logarithm."""
-    from optgen.formats import Blocked, LogMinMax, companders, scales
+    """(compander, rounding, its widths), signed but for the root; then the logarithms."""
+    from optgen.formats import Blocked, LogMax, LogMinMax, companders, scales
 
     curves = (
         companders.linear,
@@ -200,6 +202,10 @@ def families() -> Iterator[tuple[str, str, list[Row]]]:
     for rounding in ("nearest", "stochastic"):
         made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]  # type: ignore[arg-type]
         yield "min/max logarithm", rounding, [of_format(fmt) for fmt in made]
+    for rounding in ("nearest", "stochastic"):
+        spans = {b: min(2.0, ((1 << b) - 1) / 2) for b in WIDTHS}
+        made = [LogMax(b, 64, o, rounding) for b, o in spans.items()]  # type: ignore[arg-type]
+        yield "fixed logarithm", rounding, [of_format(fmt) for fmt in made]
 
 
 def number(x: float) -> str:

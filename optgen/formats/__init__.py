@@ -8,6 +8,7 @@ from optgen.formats.factored import Factored
 from optgen.formats.floats import Float, bf16, f16, f32
 from optgen.formats.format import Field, Format, Master, Noise
 from optgen.formats.fp8 import Fp8
+from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
@@ -26,6 +27,7 @@ __all__ = [
     "Format",
     "Fp8",
     "Kahan",
+    "LogMax",
     "LogMinMax",
     "Master",
     "Native",

@@ -28,6 +28,7 @@ from optgen.formats.factored import LOWEST, Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.fp8 import Fp8
+from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
@@ -97,6 +98,8 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
         return _table_bound(fmt)
     if isinstance(fmt, LogMinMax):
         return _log_bound(fmt, fmt.most if units is None else units)
+    if isinstance(fmt, LogMax):
+        return _grid_bound(fmt)
     if isinstance(fmt, Rank1):
         return _rank1_bound(fmt)
     if isinstance(fmt, Factored):
@@ -330,6 +333,27 @@ def _log_bound(fmt: LogMinMax, units: int) -> Bound:
         return sympy.Max(d / (1 + d / 2), 3 * d / (4 - d)) if stochastic(fmt) else d / 2
 
     return Bound(value, what, valid, slack, formula)
+
+
+def grid_span(fmt: LogMax) -> float:
+    """Octaves under a block's maximum within which LogMax keeps what it promises, cut to a tenth.
+
+    Up to a cell of the octaves that it spans may lie above the maximum.  A pattern counts octaves to within BEND.
+    """
+    return math.floor(10 * (fmt.octaves - fmt.octaves / fmt.codes - BEND)) / 10
+
+
+def _grid_bound(fmt: LogMax) -> Bound:
+    cell = fmt.step / 2**23  # of a mantissa in [1, 2): a cell is widest, relative to the value, from a power of two up
+    # To nearest the largest of a block decides the grid's end, by a hair's breadth later than the middle of a cell.
+    slack = cell * ((fmt.codes + 2) * 4 * ROUNDOFF + 2.0**-12) + 4 * ROUNDOFF
+    span = grid_span(fmt)
+    valid = (
+        f"for roots at most {span:g} octaves under their block's maximum; what lies further below it may read as "
+        f"{span:g} octaves under it, what lies under 2^-63 as that"
+    )
+    exact = _rational(fmt.step, 2**23) if stochastic(fmt) else _rational(fmt.step, 2**24)
+    return Bound(cell if stochastic(fmt) else cell / 2, "root", valid, slack, lambda: exact)
 
 
 def master_bound(master: Master, param: DType) -> Bound:

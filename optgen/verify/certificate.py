@@ -17,6 +17,7 @@ from optgen.formats.codebook import Codebook
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Noise
 from optgen.formats.fp8 import Fp8
+from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.rank1 import Rank1
 from optgen.verify import bounds
@@ -63,6 +64,11 @@ def certify(fmt: Format, units: int | None = None) -> Certificate:
         high = ONE - ((span // 2) << fmt.unit) + (span << fmt.unit) - max(margin, 1 << 8)
         ends = (_kept(fmt, low), _kept(fmt, high))
         return _worst([_Line(fmt, low, high, ends, relative=True)], fmt, one_step_bound(fmt, span))
+    if isinstance(fmt, LogMax):
+        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
+        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
+        lines = [_Line(fmt, top - (fmt.codes - 1) * fmt.step, top, (_square(top),), relative=True) for top in tops]
+        return _worst(lines, fmt, one_step_bound(fmt))
     raise TypeError(f"no certificate for {type(fmt).__name__}")
 
 
@@ -70,10 +76,14 @@ def _float(pattern: int) -> float:
     return float(torch.tensor(pattern, dtype=torch.int32).view(torch.float32))
 
 
+def _square(pattern: int) -> float:
+    x = _float(pattern)
+    return x * x
+
+
 def _kept(fmt: LogMinMax, pattern: int) -> float:
     """The value whose kept number has this pattern."""
-    x = _float(pattern)
-    return x * x if fmt.of == "sqrt" else x
+    return _square(pattern) if fmt.of == "sqrt" else _float(pattern)
 
 
 @dataclass(frozen=True)

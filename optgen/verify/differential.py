@@ -28,6 +28,7 @@ from optgen.formats.factored import Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Master
 from optgen.formats.fp8 import Fp8
+from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Storage
@@ -305,6 +306,8 @@ def stored(
         return _stored_blocked(fmt, x, root)
     if isinstance(fmt, LogMinMax):
         return _stored_log(fmt, x)
+    if isinstance(fmt, LogMax):
+        return _stored_grid(fmt, x)
     if isinstance(fmt, Rank1):
         return _stored_rank1(fmt, x, root, dims)
     if isinstance(fmt, Factored):
@@ -479,6 +482,26 @@ def _stored_log(fmt: LogMinMax, x: Interval) -> Interval:
     low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
     kept = Interval(low, high, x.model)
     return kept * kept if fmt.of == "sqrt" else kept
+
+
+def _stored_grid(fmt: LogMax, x: Interval) -> Interval:
+    """The relative error of a cell; what is far below its block's maximum reads as the grid's first point there."""
+    if x.lo.numel() == 0:
+        return x
+    value = x.reader.sqrt(x)
+    blocks = _Blocks(x.shape, fmt.block)
+    lost = blocks.largest(value.magnitude()).isnan() | blocks.largest(value.magnitude()).isinf()
+    lo, hi = torch.where(lost, 1.0, value.lo), torch.where(lost, 1.0, value.hi)
+    top = blocks.largest(torch.nextafter(hi.float(), torch.tensor(math.inf)).clamp(min=0))
+    largest = top.contiguous().view(torch.int32).long().clamp(fmt.lowest, fmt.highest)
+    # The grid's last point is less than a cell above the maximum, and it begins at the lowest pattern at least.
+    first = (largest - (fmt.codes - 1) * fmt.step).clamp(min=fmt.lowest)
+    relative = _total(bounds.one_step_bound(fmt), x.model)
+    low = torch.minimum(lo, _of_pattern(torch.tensor(fmt.highest))) * (1 - relative)
+    high = torch.maximum(hi * (1 + relative), _of_pattern(first) * (1 + relative))
+    low, high = torch.where(lost, torch.nan, low.clamp(min=0)), torch.where(lost, torch.nan, high)
+    kept = Interval(low, high, x.model)
+    return kept * kept
 
 
 def _table(values: Sequence[float]) -> Tensor:

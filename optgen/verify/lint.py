@@ -38,6 +38,7 @@ from optgen.formats.factored import Factored
 from optgen.formats.floats import Float
 from optgen.formats.format import Format, Noise
 from optgen.formats.fp8 import Fp8
+from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
@@ -258,7 +259,7 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
         return count, float(count > 0), "value"
     if isinstance(fmt, Codebook):
         return _stuck_entries(fmt, decay)
-    if isinstance(fmt, LogMinMax):
+    if isinstance(fmt, (LogMax, LogMinMax)):
         return 1 << fmt.bits, 1.0, "value"  # unsigned: never a signed average's format
     return _measured_stuck_set(fmt, decay)
 
@@ -293,6 +294,8 @@ def relative_cell(fmt: Format) -> float:
     if isinstance(fmt, LogMinMax):
         cell = (0.5 if fmt.of == "sqrt" else 1.0) / bounds.cells_per_unit(fmt, fmt.most)
         return float((1 + cell) ** 2 - 1 if fmt.of == "sqrt" else cell)
+    if isinstance(fmt, LogMax):
+        return float((1 + fmt.step / 2**23) ** 2 - 1)
     if isinstance(fmt, (Codebook, Fp8)):
         positive = [x for x in bounds.readings(fmt) if x > 0]
         normal = fmt.normal / fmt.largest if isinstance(fmt, Fp8) else 0.0

@@ -1,0 +1,154 @@
+"""Blocks of nonnegative values on a fixed logarithmic grid, a few octaves of it under the block's maximum.
+
+The bit pattern of a positive f32, read as an integer, is a piecewise linear logarithm.  Its grid points lie a fixed
+number of patterns apart, the same for all blocks and all steps; a block keeps the number of the point of its maximum,
+and each element how many points it lies under that.  Since the grid itself never moves, a value
+on it stays on it whatever its neighbours do: of few bits that is worth more than a grid that fits each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from optgen.base import loc as locs
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.formats import narrow
+from optgen.formats.blocked import NOISE_BITS, check_block
+from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
+from optgen.ops.dtypes import f32, i16, i32
+
+# A maximum on the grid, or a rounding above it, is not lifted to the next point.
+CLOSE = 2.0**-10
+
+
+@dataclass(frozen=True)
+class LogMax(Format):
+    """Codes of b bits and 16 bits per block: the number of the grid point of the block's largest root.
+
+    That is the point at or above it stochastically, the nearest one to nearest.
+
+    With N = 2^b - 1 and a cell of octaves / N octaves, the relative error of the root is at most half a cell to
+    nearest and a cell stochastically.  What lies more than `octaves` less a cell below the block's maximum may read as
+    the lowest code, which is larger; so does what lies under 2^-126.  Never decodes to 0: only a fresh state, number 0,
+    does.  Values above 2^128 less two cells saturate; Inf and NaN read as some value within the range of their block.
+
+    What was decoded is encoded to the same codes to nearest.  The largest value is never cut: stochastically it
+    rises by a cell as any other, and the block's range with it.
+    """
+
+    bits: int = 3
+    block: int = 64
+    octaves: float = 2.5
+    rounding: Rounding = "auto"
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_block("LogMax", self.bits, self.block, self.loc, 2)
+        least, most = self.codes / 128, self.codes / 2
+        if not least <= self.octaves <= most:
+            raise UserError(
+                "E305", loc=self.loc, what=f"LogMax of {self.bits} bits over {self.octaves:g} octaves",
+                want=f"{least:.3g} to {most:g} octaves: cells of 1/128 to 1/2 octave",
+            )  # fmt: skip
+
+    def __str__(self) -> str:
+        how = "stochastic" if self.noise_bits else "nearest"
+        what = f"sqrt to {self.octaves:g} octaves under the maximum"
+        return f"{self.bits}-bit unsigned blocks of {self.block}: {what}, pseudo-log, {how}"
+
+    @property
+    def of(self) -> Literal["sqrt"]:
+        """What is kept: the root."""
+        return "sqrt"
+
+    @property
+    def signed(self) -> bool:
+        return False
+
+    @property
+    def plus_zero(self) -> bool:
+        return True
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
+
+    @property
+    def noise_bits(self) -> int:
+        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
+
+    @property
+    def codes(self) -> int:
+        """N, the largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def step(self) -> int:
+        """From one grid point to the next, as an integer pattern."""
+        return round(self.octaves * 2**23 / self.codes)
+
+    @property
+    def lowest(self) -> int:
+        """The pattern of the first grid point, 2^-63: its square is the smallest normal number."""
+        return (127 - 63) << 23
+
+    @property
+    def highest(self) -> int:
+        """The pattern of the largest root that is told from larger ones: the point above it has a finite square."""
+        return ((127 + 64) << 23) - self.step - 1
+
+    def fields(self) -> dict[str, Field]:
+        return narrow.fields(self.bits) | {"peak": Field(i16, self.block)}
+
+    def code(self, parts: Mapping[str, Num]) -> Num:
+        return narrow.joined(parts, self.bits)
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return self._encode(x, noise)[0]
+
+    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
+        parts, start, code = self._encode(x, noise)
+        return parts, from_bits(start + (code & self.codes) * self.step)
+
+    def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num]:
+        """What is stored, and from it: the pattern that code 0 stands for, the code (its last bits), all i32.
+
+        x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
+        """
+        per_step = 1.0 / self.step
+        pattern = bits(sqrt(x))
+        largest = minimum(maximum(block_max(pattern, self.block), self.lowest), self.highest)
+        place = cast(largest - self.lowest, f32) * per_step
+        if noise is None:
+            # In integers, with a margin for the roundings of `exact` below: the largest gets the last code, for sure.
+            point = cast(floor(place), i32)
+            rest = largest - self.lowest - point * self.step
+            point = point + cast(rest > (self.step >> 1) + (self.step >> 13), i32)
+        else:
+            point = cast(-floor(CLOSE - place), i32)  # noise may lift the largest to the point above it
+        top = maximum(point, self.codes)
+        start = (top - self.codes) * self.step + self.lowest
+        under = cast(maximum(minimum(pattern, self.highest) - start, 0), f32)
+        exact = minimum(under * per_step, float(self.codes))
+        if noise is None:
+            code = cast(rint(exact), i32)
+        else:
+            # As in `Blocked`: the pattern ends with `noise.bits` bits of fraction, the code right above them.
+            code = (bits(exact + 1.5 * 2.0 ** (23 - noise.bits)) + noise.integer()) >> noise.bits
+        return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, start, code
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        value = self.decode_root(parts)
+        return value * value
+
+    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+        top = cast(parts["peak"], i32)
+        start = where(equal(top, 0), 0, (top - self.codes) * self.step + self.lowest)
+        return from_bits(start + narrow.joined(parts, self.bits) * self.step)
