@@ -3,9 +3,11 @@
 Every contender steps over the tensors of a model, each of eight elements, and what its kernels would do is left out
 where it can be: launches of Triton kernels are stubbed, of generated optimizers as of FlashOptim's, and C++ kernels are
 left out of one of two rows.  FlashOptim asks for a GPU when it is constructed and when it makes its states, and is told
-that there is one then.  torch's foreach and fused implementations do their work.  Contenders take turns; the figures are
-medians of the CPU time of the thread; other work on the machine, which shares its caches, makes them longer than the
-least that was seen.  No GPU takes part, and Triton's own launcher is left out.
+that there is one then.  torch's foreach and fused implementations do their work.  Shards are DTensors as fully_shard
+makes them, each a half of a tensor on the first of two ranks, without the other.
+
+Contenders take turns; the figures are medians of the CPU time of the thread; other work on the machine, which shares
+its caches, makes them longer than the least that was seen.  No GPU takes part, and Triton's own launcher is left out.
 """
 
 from __future__ import annotations
@@ -31,22 +33,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from gpu import shapes  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """make    of parameters, an optimizer
-    beginning  what holds while it is constructed and makes its first steps
-    stubbed    whether C++ kernels are left out when it is measured; Triton's always are
-    """
-
-    make: Make
-    beginning: Callable[[], AbstractContextManager[None]] = nullcontext
-    stubbed: bool = False
-
+Params = Callable[[int], list[torch.nn.Parameter]]
 
 MODELS = {"GPT-2 (148 tensors)": shapes.gpt2, "Llama-8B (291 tensors)": shapes.llama_8b}
 TARGET = 0.15
@@ -61,14 +55,39 @@ def tensors(count: int) -> list[torch.nn.Parameter]:
     return made
 
 
+def shards(count: int) -> list[torch.nn.Parameter]:
+    """The same of which a rank has a half each, with gradients that lie as fully_shard lays them."""
+    mesh = init_device_mesh("cpu", (2,))
+    made = []
+    for _ in range(count):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        p.grad = DTensor(torch.ones(2, 4, dtype=torch.bfloat16), p._spec, requires_grad=False)
+        made.append(p)
+    return made
+
+
+@dataclass(frozen=True)
+class Contender:
+    """make    of parameters, an optimizer
+    beginning  what holds while it is constructed and makes its first steps
+    params     from their number
+    stubbed    whether C++ kernels are left out when it is measured; Triton's always are
+    """
+
+    make: Make
+    beginning: Callable[[], AbstractContextManager[None]] = nullcontext
+    params: Params = tensors
+    stubbed: bool = False
+
+
 def contenders() -> dict[str, Contender]:
     import generated
 
-    def ours(backend: str, stubbed: bool = False, **more: Any) -> Contender:
+    def ours(backend: str, params: Params = tensors, stubbed: bool = False, **more: Any) -> Contender:
         def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
             return generated.AdamW(params, lr=1e-3, plan="int8_split24", backend=backend, **more)
 
-        return Contender(make, stubbed=stubbed)
+        return Contender(make, params=params, stubbed=stubbed)
 
     def theirs(**more: Any) -> Contender:
         return Contender(lambda params: torch.optim.AdamW(params, lr=1e-3, **more))
@@ -76,6 +95,7 @@ def contenders() -> dict[str, Contender]:
     found = {
         "optgen AdamW, Triton, launch stubbed": ours("triton"),
         "optgen AdamW, Triton, launch stubbed, capturable": ours("triton", capturable=True),
+        "optgen AdamW, Triton, launch stubbed, shards": ours("triton", shards),
         "optgen AdamW, C++, call stubbed": ours("cpp", stubbed=True),
         "optgen AdamW, C++, with its kernel": ours("cpp"),
         "torch AdamW, foreach": theirs(foreach=True),
@@ -147,7 +167,7 @@ def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str
     for name, contender in listed.items():
         try:
             with contender.beginning():
-                running[name] = contender.make(tensors(count))
+                running[name] = contender.make(contender.params(count))
                 for _ in range(5):
                     running[name].step()
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
@@ -175,6 +195,7 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     stubs = Stubs()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     data: dict[str, Any] = {
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
         "python": platform.python_version(),

@@ -474,7 +474,10 @@ class Optimizer(torch.optim.Optimizer):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         self._counters.take(buckets)
         self._counters.forget(self.state)
-        if any(b.in_parts or b.places for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+        if any(b.in_parts for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+            return
+        sharded = sharding.kind()
+        if sharded is not None and self._senders(sharded):  # others may wait for this rank at any step
             return
         if all(ready.tables is not None for ready in prepared):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
@@ -641,15 +644,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
-        wanted: list[Any] = []
-        chosen: dict[tuple[int, torch.dtype, torch.device, str | None], Choice] = {}
-        for entry in self._entries():
-            if entry.p.requires_grad and isinstance(entry.p, sharded):
-                own = plans.own(entry.group).get(entry.name)
-                kind = id(entry.group), entry.p.dtype, entry.p.device, own
-                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
-                if self._sends(choice.variant(entry.p), entry.p):
-                    wanted.append(entry.p)
+        wanted = self._senders(sharded)
         if wanted and control.capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
@@ -657,6 +652,19 @@ class Optimizer(torch.optim.Optimizer):
             )
         found = sharding.agreed(wanted) if wanted else []
         return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
+
+    def _senders(self, sharded: type) -> list[Any]:
+        """The trainable parameters in whose step ranks send one another something."""
+        found: list[Any] = []
+        chosen: dict[tuple[int, torch.dtype, torch.device, str | None], Choice] = {}
+        for entry in self._entries():
+            if entry.p.requires_grad and isinstance(entry.p, sharded):
+                own = plans.own(entry.group).get(entry.name)
+                kind = id(entry.group), entry.p.dtype, entry.p.device, own
+                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
+                if self._sends(choice.variant(entry.p), entry.p):
+                    found.append(entry.p)
+        return found
 
     def _sends(self, variant: Variant, p: Any) -> bool:
         """Whether ranks send one another something in the step of a parameter."""

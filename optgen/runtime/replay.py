@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime import control, cpu, keys, native, options
+from optgen.runtime import control, cpu, keys, native, options, sharding
 from optgen.runtime.bucket import Bucket
 
 SOURCE = Path(__file__).resolve().parent / "cpp" / "replay.cpp"
@@ -36,7 +36,10 @@ tunings = 0
 PATIENCE = 64
 """Most steps that go by before the next attempt, where one differs from the next again and again."""
 
-_NUMBER, _TENSOR, _OTHER = range(3)
+_NUMBER, _TENSOR, _OTHER, _SHARD = range(4)
+
+_NAMES = ("grad", "is_neg", "_local_tensor", "_spec", "mesh", "placements")
+"""What the library asks of tensors, and of DTensors."""
 
 
 class Probe:
@@ -49,7 +52,11 @@ class Probe:
         self._dtype.restype, self._dtype.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
         self.compare = library.optgen_replay
         self.compare.restype = ctypes.c_int64
-        self.compare.argtypes = (*[ctypes.py_object] * 7, *[ctypes.c_void_p] * 5)
+        self.compare.argtypes = (
+            *[ctypes.py_object] * 4, ctypes.c_void_p, ctypes.py_object, *[ctypes.c_void_p] * 5,
+        )  # fmt: skip
+        strings: Any = ctypes.py_object * len(_NAMES)
+        self.names = strings(*_NAMES)
         self._device = library.optgen_device
         self._device.restype, self._device.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
         self.moved = ctypes.c_int64()
@@ -195,7 +202,8 @@ class Part:
         bucket = made.bucket
         self.group, self.variant, self.table = bucket.group, bucket.variant, table
         self.start, self.room, self.kernel = made.start, made.room, bucket.kernel
-        self.params, self.device = bucket.params, bucket.device
+        self.device = bucket.device
+        self.written = [*bucket.params, *(shard.p for shard in bucket.shards if shard is not None)]
         self.slot, self.entries = slot, entries
         self.host, count = bucket.variant.host_for(True)
         self.scalars = (ctypes.c_float * count)()
@@ -228,14 +236,18 @@ class Part:
         else:
             assert self.kernel is not None
             cpu.call(self.kernel, self.table, self.scalars, key)
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self.written)
 
 
 Count = tuple[int, list[Any]] | control.Step
 
 
 class Replay:
-    """What the last step found, to be compared with what the next one finds."""
+    """What the last step found, to be compared with what the next one finds.
+
+    specs   how DTensors lie: kept, so that no other object takes their place in memory
+    frozen  parameters for which ranks may wait for one another once they are trained
+    """
 
     def __init__(
         self, probe: Probe, cls: Any, groups: Sequence[Mapping[str, Any]], parts: list[Part], scaled: bool
@@ -247,6 +259,8 @@ class Replay:
         self.moves = all(part.start is None for part in parts)
         self.on_host = any(part.room is None for part in parts)
         self.scaled = scaled
+        self.specs: list[object] = []
+        self.frozen: list[Tensor] = []
         self.around = _around(parts)
         self.script = array("q")
         self.numbers = array("q")
@@ -262,6 +276,8 @@ class Replay:
         """
         if len(groups) != len(self.groups) or (scaler is not None) != self.scaled or _around(self.parts) != self.around:
             return False
+        if self.frozen and any(p.requires_grad for p in self.frozen):
+            return False
         for known, group in zip(self.groups, groups, strict=True):
             if not known.holds(group):
                 return False
@@ -269,7 +285,7 @@ class Replay:
         lists = [group["params"] for group in groups]
         try:
             if probe.compare(
-                lists, state, grads, entries, "grad", "is_neg", None,
+                lists, state, grads, entries, probe.names, None,
                 self.script.buffer_info()[0], self.numbers.buffer_info()[0],
                 probe.reader, probe.pointer, probe._moved,
             ):  # fmt: skip
@@ -308,6 +324,7 @@ def record(
     """The replay of a step that these buckets made; None where it has what the library does not compare.
 
     scaled   whether there was a GradScaler
+    Nothing in the step waits for another rank: parts of tensors are stepped as they lie.
     """
     library = probe()
     if library is None or any(type(group["params"]) is not list for group in groups):
@@ -321,7 +338,8 @@ def record(
         table = replace(one.table, rows=one.table.rows[:])  # the launcher knows the other one by the addresses in it
         row = table.address
         for i, p in enumerate(bucket.params):
-            places[id(p)] = (number, i, row if p.numel() else 0)
+            shard = bucket.shards[i]
+            places[id(p if shard is None else shard.p)] = (number, i, row if p.numel() else 0)
             row += 8 * table.width if p.numel() else 0
         parts.append(Part(one, table, slot, slice(begin, begin + len(bucket.params))))
         slot += len(parts[-1].names)
@@ -337,7 +355,14 @@ def record(
             if place is None:
                 script += (id(p), -1)
             else:
-                script += (id(p), library.code(made[place[0]].bucket.grad_dtype), place[2], *_form(library, p))
+                bucket, spec = made[place[0]].bucket, 0
+                if bucket.shards[place[1]] is not None:
+                    kept.specs.append(p._spec)
+                    spec = id(p._spec)
+                here = bucket.params[place[1]]
+                script += (id(p), library.code(bucket.grad_dtype), place[2], spec, *_form(library, here))
+            if sharding.is_sharded(p) and not p.requires_grad:
+                kept.frozen.append(p)
     script.append(len(state))
     for p, entry in state.items():
         place = places.get(id(p))
@@ -353,7 +378,9 @@ def record(
             if name in slots:
                 script += (id(name), _NUMBER, slots[name])
             elif name in columns:
-                script += (id(name), _TENSOR, id(value), columns[name], *_form(library, value))
+                kind = _SHARD if sharding.is_sharded(value) else _TENSOR
+                here = made[number].bucket.states[i][name]
+                script += (id(name), kind, id(value), columns[name], *_form(library, here))
             else:
                 script += (id(name), _OTHER)
     for bucket, part in zip((one.bucket for one in made), parts, strict=True):
