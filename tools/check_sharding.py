@@ -666,6 +666,12 @@ def flattened(here: Here) -> None:
     for cls, plan in ((generated.AdamW, "int8_split24"), (generated.AdamW, "bf16_sr"), (generated.CAME, "fp32")):
         with refused(ValueError, "fully_shard"):
             cls([p for p in model.parameters() if p.numel()], plan=plan, backend=here.backend)
+    # Ranks hold parts of other sizes, so they would decide otherwise.
+    named, backend = list(model.named_parameters()), here.backend
+    first = named[0][0]
+    with refused(ValueError, "'numel < 9999' asks for the size of parameter", first, "fully_shard"):
+        generated.AdamW(named, plan="fp32", overrides={"numel < 9999": "fp32"}, backend=backend)
+    generated.AdamW(named, plan="fp32", overrides={"*": "fp32", "numel < 9999": "fp32"}, backend=backend)
     alone = built(here)
     opt, one = (generated.AdamW(m.parameters(), lr=1e-2, plan="fp32", backend=here.backend) for m in (model, alone))
     for _ in range(3):

@@ -380,7 +380,7 @@ class Optimizer(torch.optim.Optimizer):
         """ValueError for a parameter of several ranks whose parts no kernel can update."""
         first = sum(len(g["params"]) for g in self.param_groups)
         for i, p in enumerate(tensors):
-            flattened = getattr(p, "_fsdp_flattened", False)
+            flattened = rules.is_flattened(p)
             if not p.requires_grad or not (flattened or sharding.is_sharded(p)):
                 continue
             cls, name = type(self), names[i]
