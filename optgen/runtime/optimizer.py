@@ -484,11 +484,15 @@ class Optimizer(torch.optim.Optimizer):
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
     def _look_for_strays(self) -> None:
+        """`_say_strays` of a step that is to be made from the gradients that are here."""
+        if self._strays is not None:
+            self._say_strays(strays.look(self.param_groups, self._dtypes, self.state))
+
+    def _say_strays(self, found: strays.Found) -> None:
         """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
         if self._strays is None:
             return
         owner, said = type(self).__name__, ""
-        found = strays.look(self.param_groups, self._dtypes, self.state)
         self._strays = 0 if found.trained else self._strays + 1
         if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
             labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
@@ -497,7 +501,7 @@ class Optimizer(torch.optim.Optimizer):
             said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
         if said:
             self._strays = None
-            warnings.warn(said, stacklevel=3)
+            warnings.warn(said, stacklevel=4)
 
     def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""

@@ -425,6 +425,10 @@ class Keeper:
         self.last = None
         return False
 
+    def holds(self, p: Tensor) -> int:
+        """How often it refers to a parameter."""
+        return 0 if self.last is None else sum(q is p for part in self.last.parts for q in part.written)
+
     def keep(
         self, cls: Any, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any], made: Sequence[Made], scaled: bool
     ) -> None:
