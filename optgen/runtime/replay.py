@@ -137,10 +137,18 @@ class Group:
         self.sign = -1.0 if group["maximize"] else 1.0
         self.seed = group["seed"]
         # Numbers and text cannot change without being replaced; tensors, lists and dicts can.
+        self._known: dict[torch.device, dict[str, Any]] = {}
         self.fixed = all(_fixed(group[hyper.name]) for hyper in self.cls.HYPERS) and _fixed(self.plan)
 
     def on(self, device: torch.device) -> dict[str, Any]:
         """The hyper-parameters for a step that is counted on that device."""
+        if not self.fixed:
+            return self._read_on(device)
+        if device not in self._known:
+            self._known[device] = self._read_on(device)
+        return self._known[device]
+
+    def _read_on(self, device: torch.device) -> dict[str, Any]:
         return {hyper.name: hyper.read_on(self.group[hyper.name], device) for hyper in self.cls.HYPERS}
 
     def holds(self, group: Mapping[str, Any]) -> bool:
