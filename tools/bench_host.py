@@ -71,23 +71,27 @@ class Contender:
     """make    of parameters, an optimizer
     beginning  what holds while it is constructed and makes its first steps
     params     from their number
+    moving     whether gradients lie elsewhere at each step
     stubbed    whether C++ kernels are left out when it is measured; Triton's always are
     """
 
     make: Make
     beginning: Callable[[], AbstractContextManager[None]] = nullcontext
     params: Params = tensors
+    moving: bool = False
     stubbed: bool = False
 
 
 def contenders() -> dict[str, Contender]:
     import generated
 
-    def ours(backend: str, params: Params = tensors, stubbed: bool = False, **more: Any) -> Contender:
+    def ours(backend: str, params: Params = tensors, **more: Any) -> Contender:
+        measured = {name: more.pop(name) for name in ("moving", "stubbed") if name in more}
+
         def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
             return generated.AdamW(params, lr=1e-3, plan="int8_split24", backend=backend, **more)
 
-        return Contender(make, params=params, stubbed=stubbed)
+        return Contender(make, params=params, **measured)
 
     def theirs(**more: Any) -> Contender:
         return Contender(lambda params: torch.optim.AdamW(params, lr=1e-3, **more))
@@ -95,6 +99,7 @@ def contenders() -> dict[str, Contender]:
     found = {
         "optgen AdamW, Triton, launch stubbed": ours("triton"),
         "optgen AdamW, Triton, launch stubbed, capturable": ours("triton", capturable=True),
+        "optgen AdamW, Triton, launch stubbed, gradients elsewhere": ours("triton", moving=True),
         "optgen AdamW, Triton, launch stubbed, shards": ours("triton", shards),
         "optgen AdamW, C++, call stubbed": ours("cpp", stubbed=True),
         "optgen AdamW, C++, with its kernel": ours("cpp"),
@@ -159,6 +164,12 @@ class Stubs:
         cpu.call = counted
 
 
+def exchange(opt: torch.optim.Optimizer, spare: list[torch.Tensor]) -> None:
+    """Other gradients in the place of those that are there, which are kept for the next time."""
+    for i, p in enumerate(opt.param_groups[0]["params"]):
+        p.grad, spare[i] = spare[i], p.grad
+
+
 def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str, list[float]], dict[str, str]]:
     """(name -> milliseconds of every step, name -> why it is missing)."""
     running: dict[str, torch.optim.Optimizer] = {}
@@ -174,11 +185,14 @@ def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             running.pop(name, None)
     times: dict[str, list[float]] = {name: [] for name in running}
+    spare = {name: [torch.ones_like(p) for p in opt.param_groups[0]["params"]] for name, opt in running.items()}
     gc.disable()
     for _ in range(rounds):
         for name, opt in running.items():
             stubs.calls = not listed[name].stubbed
             for _ in range(steps):
+                if listed[name].moving:
+                    exchange(opt, spare[name])
                 began = time.thread_time_ns()
                 opt.step()
                 times[name].append((time.thread_time_ns() - began) / 1e6)

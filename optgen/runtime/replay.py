@@ -16,11 +16,11 @@ import ctypes
 import functools
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Probe:
         self.names = strings(*_NAMES)
         self._device = library.optgen_device
         self._device.restype, self._device.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
-        self.moved = ctypes.c_int64()
+        self.moved = (ctypes.c_int64 * 2)()
         self._moved = ctypes.byref(self.moved)
 
     def code(self, dtype: torch.dtype) -> int:
@@ -184,8 +184,14 @@ def _fixed(value: object) -> bool:
     return all(part is None or type(part) in (float, int, str) for part in parts)
 
 
-Start = Callable[[Any, int], None]
-"""(scalars, step key): the kernels of a bucket, over the tensors of the last step."""
+class Start(Protocol):
+    """The kernels of a bucket that have tables of their own, over the tensors of the last step."""
+
+    def __call__(self, scalars: Any, step_key: int) -> None:
+        """The step."""
+
+    def follow(self, table: cpu.Table) -> None:
+        """Gradients lie where `table` says now; their addresses have kept what they are modulo 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,7 @@ class Made:
     """What a bucket's step was made with.
 
     table  rows of addresses of p, g and the fields
-    start  its kernels, where they have tables of their own, in which nothing may move; None: the bucket's, with `table`
+    start  its kernels, where they have tables of their own; None: the bucket's, with `table`
     room   where the scalars stand of a step that is counted on the device, else None
     """
 
@@ -264,7 +270,7 @@ class Replay:
         counted = {part.group for part in parts if part.room is not None}
         self.groups = [Group(cls, group, number in counted) for number, group in enumerate(groups)]
         self.parts = parts
-        self.moves = all(part.start is None for part in parts)
+        self.starts = [(part.start, part.table) for part in parts if part.start is not None]
         self.on_host = any(part.room is None for part in parts)
         self.scaled = scaled
         self.specs: list[object] = []
@@ -298,8 +304,12 @@ class Replay:
                 probe.reader, probe.pointer, probe._moved,
             ):  # fmt: skip
                 return False
-            if probe.moved.value and not self.moves:
+            moved, shifted = probe.moved
+            if shifted and self.starts:  # launches depend on it
                 return False
+            if moved:
+                for start, table in self.starts:
+                    start.follow(table)
             if scaler is not None and self.on_host and scaler.found_infinity():
                 return True
             made = [part.numbers(self.groups[part.group], self.values, scaler) for part in self.parts]

@@ -148,7 +148,7 @@ EXPORT int64_t optgen_device(PyObject *tensor, Reader reader) {
 // numbers   ids of the numbers that states hold
 // reader    DLPack's dltensor_from_py_object_no_sync of torch
 // pointer   torch's function from a tensor to its address, or 0
-// moved     becomes how many gradients lie elsewhere than the rows say
+// moved     becomes how many gradients lie elsewhere than the rows say, and of how many the address modulo 16 is another
 // Returns 0 and has filled `held` and the gradients' addresses into the rows; else where it saw a difference.
 EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, PyObject *entries,
                              PyObject *const *called, PyObject *none, const int64_t *script, const int64_t *numbers,
@@ -157,7 +157,7 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
     const int64_t *at = script;
     DLTensor t;
     int64_t numel, live = 0;
-    *moved = 0;
+    moved[0] = moved[1] = 0;
     const int64_t groups = *at++;
     for (int64_t k = 0; k < groups; k++) {
         PyObject *list = PyList_GetItem(lists, k);
@@ -215,8 +215,9 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
                 }
             }
             if (row && row[1] != address(t)) {
+                moved[0]++;
+                moved[1] += ((row[1] ^ address(t)) & 15) != 0;
                 row[1] = address(t);
-                ++*moved;
             }
         }
     }
