@@ -94,6 +94,10 @@ struct adabelief_float32 {
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_at, b + 2 * TILE / BLOCK);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -314,6 +318,11 @@ struct adabelief_bfloat16 {
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_at, b + 2 * TILE / BLOCK);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -368,7 +377,7 @@ struct adabelief_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -574,6 +583,11 @@ struct adabelief_float16 {
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_at, b + 2 * TILE / BLOCK);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);

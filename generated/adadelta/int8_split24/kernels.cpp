@@ -98,6 +98,10 @@ struct adadelta_float32 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_at, b + 2 * TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -347,6 +351,11 @@ struct adadelta_bfloat16 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_at, b + 2 * TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -386,7 +395,7 @@ struct adadelta_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
@@ -625,6 +634,11 @@ struct adadelta_float16 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_at, b + 2 * TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);

@@ -886,6 +886,9 @@ struct adafactor_float32_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + 2 * TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1013,6 +1016,9 @@ struct adafactor_float32_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + 2 * TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1255,6 +1261,10 @@ struct adafactor_bfloat16_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + 2 * TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1387,6 +1397,10 @@ struct adafactor_bfloat16_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + 2 * TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1412,7 +1426,7 @@ struct adafactor_bfloat16_no_factored_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 const I variance_pattern = bits(sqrt(variance_2));
                 largest_of_block = larger(largest_of_block, variance_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, variance_pattern, i, end);
@@ -1633,6 +1647,10 @@ struct adafactor_float16_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + 2 * TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1738,6 +1756,10 @@ struct adafactor_float16_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + 2 * TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);

@@ -76,6 +76,9 @@ struct adagrad_float32 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(sum_at, b + 2 * TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -243,6 +246,10 @@ struct adagrad_bfloat16 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(sum_at, b + 2 * TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -265,7 +272,7 @@ struct adagrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I sum_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
@@ -439,6 +446,10 @@ struct adagrad_float16 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(sum_at, b + 2 * TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);

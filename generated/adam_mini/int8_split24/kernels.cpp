@@ -78,6 +78,8 @@ struct adam_mini_float32_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -202,6 +204,8 @@ struct adam_mini_float32_3 {
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 m_code = raw(m_at + i);
@@ -384,6 +388,8 @@ struct adam_mini_bfloat16_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -528,6 +534,9 @@ struct adam_mini_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -544,7 +553,7 @@ struct adam_mini_bfloat16_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -745,6 +754,9 @@ struct adam_mini_float16_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -939,6 +951,8 @@ struct adam_mini_float32_no_by_rows_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1063,6 +1077,8 @@ struct adam_mini_float32_no_by_rows_3 {
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 m_code = raw(m_at + i);
@@ -1245,6 +1261,8 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1389,6 +1407,9 @@ struct adam_mini_bfloat16_no_by_rows_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -1405,7 +1426,7 @@ struct adam_mini_bfloat16_no_by_rows_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1607,6 +1628,9 @@ struct adam_mini_float16_no_by_rows_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + 2 * TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);

@@ -92,6 +92,10 @@ struct adamax_float32 {
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_at, b + 2 * TILE / BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -306,6 +310,11 @@ struct adamax_bfloat16 {
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_at, b + 2 * TILE / BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -338,7 +347,7 @@ struct adamax_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
                 exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
@@ -550,6 +559,11 @@ struct adamax_float16 {
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_at, b + 2 * TILE / BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);

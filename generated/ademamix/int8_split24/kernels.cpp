@@ -126,6 +126,11 @@ struct ademamix_float32 {
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_slow_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
@@ -450,6 +455,12 @@ struct ademamix_bfloat16 {
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_slow_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
@@ -517,7 +528,7 @@ struct ademamix_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -806,6 +817,12 @@ struct ademamix_float16 {
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_slow_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);

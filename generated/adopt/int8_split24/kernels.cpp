@@ -95,6 +95,10 @@ struct adopt_float32 {
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -320,6 +324,11 @@ struct adopt_bfloat16 {
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -375,7 +384,7 @@ struct adopt_bfloat16 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, exp_avg, p);                           // 31  p = p - lr * exp_avg
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -585,6 +594,11 @@ struct adopt_float16 {
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -878,6 +892,10 @@ struct adopt_float32_decoupled_weight_decay {
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1103,6 +1121,11 @@ struct adopt_bfloat16_decoupled_weight_decay {
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1157,7 +1180,7 @@ struct adopt_bfloat16_decoupled_weight_decay {
                 // 25  p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
                 const F p_2 = scalar_0 * p;
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                         // 31  p = p - lr * exp_avg
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1367,6 +1390,11 @@ struct adopt_float16_decoupled_weight_decay {
         // -- elements: decode, update, encode  (specs/adopt.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);

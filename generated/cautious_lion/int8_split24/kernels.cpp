@@ -55,6 +55,8 @@ struct cautious_lion_float32_1 {
 
         // -- elements: decode, update  (specs/cautious_lion.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
@@ -168,6 +170,9 @@ struct cautious_lion_float32_3 {
         // -- elements: decode, update, encode  (specs/cautious_lion.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -379,6 +384,8 @@ struct cautious_lion_bfloat16_1 {
 
         // -- elements: decode, update  (specs/cautious_lion.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
@@ -495,6 +502,10 @@ struct cautious_lion_bfloat16_3 {
         // -- elements: decode, update, encode  (specs/cautious_lion.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -523,7 +534,7 @@ struct cautious_lion_bfloat16_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 const F g_abs = abs(exp_avg);
                 exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -747,6 +758,10 @@ struct cautious_lion_float16_3 {
         // -- elements: decode, update, encode  (specs/cautious_lion.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);

@@ -88,6 +88,10 @@ struct madgrad_float32 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -311,6 +315,11 @@ struct madgrad_bfloat16 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -351,7 +360,7 @@ struct madgrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(z)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(z)) + (noise & 255 | 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -563,6 +572,11 @@ struct madgrad_float16 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -856,6 +870,11 @@ struct madgrad_float32_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(x0_at, b + 2 * TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -1079,6 +1098,12 @@ struct madgrad_bfloat16_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(x0_at, b + 2 * TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -1116,7 +1141,7 @@ struct madgrad_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
                 largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
@@ -1332,6 +1357,12 @@ struct madgrad_float16_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(x0_at, b + 2 * TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);

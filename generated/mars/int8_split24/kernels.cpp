@@ -59,6 +59,8 @@ struct mars_float32_1 {
 
         // -- elements: decode, update  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + 2 * TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -211,6 +213,11 @@ struct mars_float32_3 {
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
@@ -528,6 +535,8 @@ struct mars_bfloat16_1 {
 
         // -- elements: decode, update  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + 2 * TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -682,6 +691,12 @@ struct mars_bfloat16_3 {
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
@@ -745,7 +760,7 @@ struct mars_bfloat16_3 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(last_grad_scale_sqrt, scalar_5, scalar_6), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1114,6 +1129,12 @@ struct mars_float16_3 {
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);

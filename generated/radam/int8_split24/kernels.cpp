@@ -98,6 +98,10 @@ struct radam_float32 {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -359,6 +363,11 @@ struct radam_bfloat16 {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -413,7 +422,7 @@ struct radam_bfloat16 {
                 const F denom = where(0.0f < scalar_3, adaptive * (p_sqrt + eps), F(1.0f));
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -652,6 +661,11 @@ struct radam_float16 {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -971,6 +985,10 @@ struct radam_float32_decoupled_weight_decay {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1228,6 +1246,11 @@ struct radam_bfloat16_decoupled_weight_decay {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1279,7 +1302,7 @@ struct radam_bfloat16_decoupled_weight_decay {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 22  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1517,6 +1540,11 @@ struct radam_float16_decoupled_weight_decay {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);

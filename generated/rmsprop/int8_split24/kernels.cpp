@@ -77,6 +77,9 @@ struct rmsprop_float32 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -251,6 +254,10 @@ struct rmsprop_bfloat16 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -277,7 +284,7 @@ struct rmsprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(p_sqrt);
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -454,6 +461,10 @@ struct rmsprop_float16 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -709,6 +720,10 @@ struct rmsprop_float32_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -923,6 +938,11 @@ struct rmsprop_bfloat16_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -977,7 +997,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1177,6 +1197,11 @@ struct rmsprop_float16_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -1461,6 +1486,10 @@ struct rmsprop_float32_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1705,6 +1734,11 @@ struct rmsprop_bfloat16_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1739,7 +1773,7 @@ struct rmsprop_bfloat16_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
@@ -1979,6 +2013,11 @@ struct rmsprop_float16_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2317,6 +2356,11 @@ struct rmsprop_float32_centered_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2627,6 +2671,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2696,7 +2746,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2978,6 +3028,12 @@ struct rmsprop_float16_centered_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);

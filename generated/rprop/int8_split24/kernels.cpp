@@ -91,6 +91,10 @@ struct rprop_float32 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(prev_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(step_size_at, b + 2 * TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -308,6 +312,11 @@ struct rprop_bfloat16 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(prev_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(step_size_at, b + 2 * TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -343,7 +352,7 @@ struct rprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
                 prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
@@ -556,6 +565,11 @@ struct rprop_float16 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(prev_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(step_size_at, b + 2 * TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);

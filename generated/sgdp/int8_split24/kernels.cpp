@@ -68,6 +68,9 @@ struct sgdp_float32_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -204,6 +207,10 @@ struct sgdp_bfloat16_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -236,7 +243,7 @@ struct sgdp_bfloat16_no_projected {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = scalar_1 * p;                                        // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, momentum_buffer, p_2);                 // 30  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -378,6 +385,10 @@ struct sgdp_float16_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -592,6 +603,9 @@ struct sgdp_float32_nesterov_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -733,6 +747,10 @@ struct sgdp_bfloat16_nesterov_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -768,7 +786,7 @@ struct sgdp_bfloat16_nesterov_no_projected {
                 const F g_cast = g_stored;
                 // 30  p = p - lr * update
                 const F p_2 = fma(scalar_3, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -915,6 +933,10 @@ struct sgdp_float16_nesterov_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1151,6 +1173,9 @@ struct sgdp_float32_1 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1456,6 +1481,8 @@ struct sgdp_float32_7 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F p = load(p_at + i);
@@ -1839,6 +1866,10 @@ struct sgdp_bfloat16_1 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2170,6 +2201,9 @@ struct sgdp_bfloat16_7 {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -2188,7 +2222,7 @@ struct sgdp_bfloat16_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2526,6 +2560,10 @@ struct sgdp_float16_1 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2657,6 +2695,9 @@ struct sgdp_float16_7 {
 
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_2(momentum_buffer_scale_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -2895,6 +2936,9 @@ struct sgdp_float32_nesterov_1 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F p = load(p_at + i);
@@ -3088,6 +3132,9 @@ struct sgdp_float32_nesterov_7 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3398,6 +3445,10 @@ struct sgdp_bfloat16_nesterov_1 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U16 p_stored = raw(p_at + i);
@@ -3630,6 +3681,10 @@ struct sgdp_bfloat16_nesterov_7 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3670,7 +3725,7 @@ struct sgdp_bfloat16_nesterov_7 {
                 const F update_2 = fma(-load(row_sum_of_update_over_row_mul_3_2_at + (i & row_mask)), p, update);
                 const F p_2 = p * one_minus_lr_times_weight_decay_2;               // 29  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update_2, p_2);                        // 30  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -4023,6 +4078,10 @@ struct sgdp_float16_nesterov_1 {
 
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U16 p_stored = raw(p_at + i);
@@ -4122,6 +4181,10 @@ struct sgdp_float16_nesterov_7 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + 2 * TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {

@@ -106,6 +106,9 @@ struct stable_adamw_float32_1 {
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -312,6 +315,9 @@ struct stable_adamw_float32_3 {
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -546,6 +552,9 @@ struct stable_adamw_bfloat16_1 {
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -772,6 +781,10 @@ struct stable_adamw_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -795,7 +808,7 @@ struct stable_adamw_bfloat16_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1030,6 +1043,10 @@ struct stable_adamw_float16_3 {
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + 2 * TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + 2 * TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);

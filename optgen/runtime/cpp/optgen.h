@@ -75,6 +75,14 @@ inline I smaller(I least, I x, int i, int end) {
 inline I largest(const I *rows) { return across(rows, Larger()); }
 inline I smallest(const I *rows) { return across(rows, Smaller()); }
 
+// N entries from the b-th N on, to the second-level cache; a line is asked for once.  Any address may be asked for.
+template <int N, class T> inline void fetch(const T *p, int b) {
+    constexpr int size = N * (int)sizeof(T);
+    if (size % 64 == 0 || b * size % 64 == 0)
+        for (int at = 0; at < size; at += 64)
+            __builtin_prefetch((const char *)(p + (int64_t)b * N) + at, 0, 2);
+}
+
 // -- codes of fewer than 8 bits: a byte holds those of neighbours, the first one in its lowest bits
 
 template <int BITS> inline void unpack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
