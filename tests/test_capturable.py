@@ -27,11 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 import generated
 import optgen
 from generated import AdamW, Muon
 from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
-from optgen.runtime import Optimizer, control, keys, replay
+from optgen.runtime import Optimizer, control, keys, replay, triton_control
 from optgen.runtime import scalars as host
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
@@ -104,12 +107,17 @@ def params_of(opt: Optimizer) -> list[nn.Parameter]:
 # -- the arithmetic ---------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def key_of(words, out):
+    tl.store(out, triton_control.step_key(tl.load(words), tl.load(words + 2)))
+
+
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 + 7])
-@pytest.mark.parametrize("step", [1, 2, 1000, 2**31, 2**40])
-def test_keys_of_a_device_are_the_hosts(seed: int, step: int) -> None:
-    key = keys.step_key_of(seed, torch.tensor(step))
-    assert key.dtype == torch.int32
-    assert key.item() == keys.step_key(seed, step)
+def test_keys_of_a_device_are_the_hosts(seed: int) -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    for step in (1, 2, 1000, 2**31, 2**40):
+        key_of[(1,)](torch.tensor([step, 0, keys.stream_of_steps(seed)]), out)
+        assert out.item() == keys.step_key(seed, step)
 
 
 NUMBERS = [0.0, -0.0, 1.0, -2.5, 0.999, 5e-324, 1e300, math.inf, -math.inf, math.nan]
@@ -400,6 +408,27 @@ def test_what_a_graph_uses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(opt._launcher._captured) > len(first)
 
 
+def test_a_step_after_a_graph_writes_what_the_graph_may_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that stand on the device are not written again, unless a graph was taken up: it runs when it likes."""
+    room = control.Control(2, torch.device("cpu"))
+    for graphs in (False, True):
+        monkeypatch.setattr(control, "capturing", lambda now=graphs: now)
+        room.fill([0.5, 2.0], 3, None)
+        monkeypatch.setattr(control, "capturing", lambda: False)
+        before = room.values.clone(), room.words[1:].clone()
+        room.values.fill_(7.0)
+        room.words.fill_(7)
+        room.fill([0.5, 2.0], 3, None)
+        assert torch.equal(room.values, before[0]) == graphs
+        assert torch.equal(room.words[1:], before[1]) == graphs
+    room.fill([0.5, torch.tensor(0.25, dtype=torch.float64)], 4, torch.tensor(True))
+    assert room.values.tolist() == [0.5, 0.25]
+    assert room.words[1:].tolist() == [1, keys.stream_of_steps(4)]
+    room.fill([-0.0, 0.0], 4, None)
+    assert room.values.signbit().tolist() == [True, False]
+    assert room.words[1] == 0
+
+
 def refused(opt: Optimizer, graph: Graph) -> None:
     before = everything(opt)
     graph.on = True
@@ -462,7 +491,7 @@ plain = ks.compile_for(
     {**constants, "TILE": kernels.TILE["adamw_bfloat16"]}, ks.TARGETS["sm_90"], aligned=tables, **limits,
 )
 around = ks.compile_for(
-    triton_control.controlled, {**tables, "values": "*fp32", "words": "*i32"},
+    triton_control.controlled, {**tables, "values": "*fp32", "words": "*i64"},
     {"kernel": fn, "WHICH": tuple(range(len(scalars))), "KEYED": True, "CONSTANTS": control._ordered(fn, constants)},
     ks.TARGETS["sm_90"], aligned=tables, **limits,
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
 
-from optgen.runtime import scalars
+import optgen
+from optgen.runtime import plans, scalars
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,12 @@ def test_ieee(got: float, wanted: float) -> None:
 )
 def test_undefined_is_nan(got: float) -> None:
     assert math.isnan(got)
+
+
+def test_what_several_scalars_share_is_computed_once() -> None:
+    """A power of the step stands in AdamW's functions once each, however many scalars are made of it."""
+    cls = optgen.compile("adamw", plan="int8_split24")
+    for variant in plans.load(cls, "int8_split24").VARIANTS[:4]:
+        for kernel in (False, True):
+            text = inspect.getsource(variant.host_for(kernel)[0])
+            assert text.count("beta1**step") == text.count("beta2**step") == 1, text

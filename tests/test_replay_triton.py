@@ -83,6 +83,20 @@ def gradients_elsewhere(opt: Optimizer) -> None:
     p.grad = p.grad.clone()
 
 
+def all_gradients_elsewhere(opt: Optimizer) -> None:
+    opt.kept = [p.grad for p in params_of(opt)]  # type: ignore[attr-defined]
+    for p in params_of(opt):
+        assert p.grad is not None
+        p.grad = p.grad * 2
+
+
+def gradient_unaligned(opt: Optimizer) -> None:
+    """Its bucket then takes another kernel for it."""
+    p = params_of(opt)[0]
+    assert p.grad is not None
+    p.grad = torch.cat([torch.zeros(1), p.grad.flatten()])[1:].view(p.shape)
+
+
 def gradient_of_another_dtype(opt: Optimizer) -> None:
     p = params_of(opt)[0]
     assert p.grad is not None
@@ -121,10 +135,10 @@ def tune(opt: Optimizer) -> None:
 
 
 CHANGES = [
-    nothing, rate, tensor_rate, maximize, gradients_elsewhere, gradient_of_another_dtype, no_gradient, new_field,
-    another_step, option, add_group, tune,
+    nothing, rate, tensor_rate, maximize, gradients_elsewhere, all_gradients_elsewhere, gradient_unaligned,
+    gradient_of_another_dtype, no_gradient, new_field, another_step, option, add_group, tune,
 ]  # fmt: skip
-SHORT = {nothing, rate, tensor_rate, maximize}
+SHORT = {nothing, rate, tensor_rate, maximize, gradients_elsewhere, all_gradients_elsewhere}
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
@@ -150,12 +164,50 @@ def test_whatever_changes_is_seen(
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
 def test_steps_of_several_stages(options: dict[str, Any]) -> None:
     opt, long = trained(LAMB, **options), trained(LAMB, short=False, **options)
-    for step in range(2):
+    kept, taken = opt._replay.last, []
+    for step in range(4):
         for one in (opt, long):
+            taken.append([p.grad for p in params_of(one)])  # alive, so that the new ones lie elsewhere
+            if step > 1:
+                one.zero_grad()
             give(params_of(one), step)
             one.step()
-        assert opt._replay.last is not None
+        assert opt._replay.last is kept is not None
     assert everything(opt) == everything(long)
+
+
+def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
+    """Aligned tensors and others, rows that end within blocks, in one bucket: a table each."""
+    sides = []
+    for short in (True, False):
+        draw = torch.Generator().manual_seed(5)
+        memory = torch.randn(4000, generator=draw).bfloat16()
+        shapes = [(3, 70), (2, 64), (5, 30), (4, 64)]
+        params, end = [], 0
+        for k, shape in enumerate(shapes):
+            size = shape[0] * shape[1]
+            params.append(nn.Parameter(memory[end : end + size].view(shape)))
+            end += -(-size // 64) * 64 + (k % 2)  # every second one lies at an odd place
+        opt = AdamW(params, plan="bf16_sr", lr=0.1, backend="triton")
+        if not short:
+            opt._replay.keep = lambda *_: None  # type: ignore[method-assign]
+        kept = []
+        for step in range(6):
+            for p in params:
+                g = torch.randn(p.shape, generator=draw).bfloat16()
+                p.grad = p.grad.copy_(g) if step == 4 and p.grad is not None else g
+            kept.append([p.grad for p in params])
+            if step == 4:  # a long step finds tables that have followed
+                opt._replay.last = None
+            before = opt._replay.last
+            opt.step()
+            assert opt._replay.last is (before if before is not None else opt._replay.last)
+        if short:
+            last = opt._replay.last
+            assert last is not None
+            assert max(len(start._following) for start, _ in last.starts) > 1  # type: ignore[attr-defined]
+        sides.append(everything(opt))
+    assert sides[0] == sides[1]
 
 
 def test_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:

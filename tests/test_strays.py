@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from optgen.accumulate import accumulator
 from optgen.optim import AdamW
 from optgen.runtime import Optimizer
 
@@ -24,12 +25,21 @@ def built() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
 
 
+def released(opt: Optimizer, how: str) -> None:
+    """Gradients go within backward; "sums": each kept in an accumulator until the second micro-batch."""
+    if how == "sums":
+        opt.release_gradients(accumulate=2, accumulator=accumulator("int8"))
+    elif how:
+        opt.release_gradients()
+
+
 def stepped(model: nn.Module, opt: Optimizer, steps: int = 3) -> list[str]:
     """What is said meanwhile."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(steps):
-            model(torch.ones(2, 6)).square().sum().backward()
+            for _ in range(1 if opt._release is None else opt._release.accumulate):
+                model(torch.ones(2, 6)).square().sum().backward()
             opt.step()
             opt.zero_grad()
     return [str(w.message) for w in said]
@@ -49,14 +59,16 @@ def head_rebuilt(model: nn.Sequential) -> None:
     model[2] = nn.Linear(4, 3)
 
 
+@pytest.mark.parametrize("how", ["", "released", "sums"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("change", [assigned, materialized])
 def test_a_model_with_other_parameters_is_noticed(
-    change: Callable[[nn.Module], None], before: int, backend: str
+    change: Callable[[nn.Module], None], before: int, backend: str, how: str
 ) -> None:
     model = built()
     opt = AdamW(model.named_parameters(), plan="fp32", backend=backend)
+    released(opt, how)
     assert stepped(model, opt, before) == []
     change(model)
     (message,) = stepped(model, opt)
@@ -64,10 +76,12 @@ def test_a_model_with_other_parameters_is_noticed(
     assert "make the optimizer from the model as it is" in message
 
 
+@pytest.mark.parametrize("how", ["", "released", "sums"])
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_part_that_was_rebuilt_is_noticed(before: int) -> None:
+def test_a_part_that_was_rebuilt_is_noticed(before: int, how: str) -> None:
     model = built()
     opt = AdamW(model.parameters())
+    released(opt, how)
     assert stepped(model, opt, before) == []
     head_rebuilt(model)
     (message,) = stepped(model, opt)
@@ -76,10 +90,12 @@ def test_a_part_that_was_rebuilt_is_noticed(before: int) -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["", "released", "sums"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_that_are_frozen_or_left_out_are_none_of_it(backend: str) -> None:
+def test_parts_that_are_frozen_or_left_out_are_none_of_it(backend: str, how: str) -> None:
     model = built()
     opt = AdamW(model.parameters(), backend=backend)
+    released(opt, how)
     model[0].requires_grad_(False)
     assert stepped(model, opt, 2) == []
     model[0].requires_grad_(True)
@@ -90,9 +106,11 @@ def test_parts_that_are_frozen_or_left_out_are_none_of_it(backend: str) -> None:
     assert stepped(model, opt, 1) == []
 
 
-def test_gradients_that_never_came_are_asked_for() -> None:
+@pytest.mark.parametrize("how", ["", "released"])
+def test_gradients_that_never_came_are_asked_for(how: str) -> None:
     model = built()
     opt = AdamW(model.parameters())
+    released(opt, how)
     other = copy.deepcopy(model)  # the one that is trained
     assert stepped(other, opt, 1) == []
     (message,) = stepped(other, opt, 3)

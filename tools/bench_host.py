@@ -1,10 +1,13 @@
 """What a step costs the host beside its kernels: `python tools/bench_host.py [--out FILE]`.
 
-Every contender steps over the tensors of a model, each of a few elements, and what its kernels would do is left out:
-generated optimizers are stepped with their launches stubbed (Triton) or over tensors of eight elements (C++), torch's
-foreach and fused implementations over tensors of eight elements.  Contenders take turns; the figures are medians of the
-CPU time of the thread; other work on the machine, which shares its caches, makes them longer than the least that was
-seen.  No GPU takes part, and Triton's own launcher is left out.
+Every contender steps over the tensors of a model, each of eight elements, and what its kernels would do is left out
+where it can be: launches of Triton kernels are stubbed, of generated optimizers as of FlashOptim's, and C++ kernels are
+left out of one of two rows.  FlashOptim asks for a GPU when it is constructed and when it makes its states, and is told
+that there is one then.  torch's foreach and fused implementations do their work.  Shards are DTensors as fully_shard
+makes them, each a half of a tensor on the first of two ranks, without the other.
+
+Contenders take turns; the figures are medians of the CPU time of the thread; other work on the machine, which shares
+its caches, makes them longer than the least that was seen.  No GPU takes part, and Triton's own launcher is left out.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton's side of a step on CPU tensors; its launches are stubbed
@@ -28,9 +33,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from gpu import shapes  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Params = Callable[[int], list[torch.nn.Parameter]]
 
 MODELS = {"GPT-2 (148 tensors)": shapes.gpt2, "Llama-8B (291 tensors)": shapes.llama_8b}
 TARGET = 0.15
@@ -45,53 +55,144 @@ def tensors(count: int) -> list[torch.nn.Parameter]:
     return made
 
 
-def contenders() -> dict[str, Make]:
+def shards(count: int) -> list[torch.nn.Parameter]:
+    """The same of which a rank has a half each, with gradients that lie as fully_shard lays them."""
+    mesh = init_device_mesh("cpu", (2,))
+    made = []
+    for _ in range(count):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        p.grad = DTensor(torch.ones(2, 4, dtype=torch.bfloat16), p._spec, requires_grad=False)
+        made.append(p)
+    return made
+
+
+@dataclass(frozen=True)
+class Contender:
+    """make    of parameters, an optimizer
+    beginning  what holds while it is constructed and makes its first steps
+    params     from their number
+    moving     whether gradients lie elsewhere at each step
+    stubbed    whether C++ kernels are left out when it is measured; Triton's always are
+    """
+
+    make: Make
+    beginning: Callable[[], AbstractContextManager[None]] = nullcontext
+    params: Params = tensors
+    moving: bool = False
+    stubbed: bool = False
+
+
+def contenders() -> dict[str, Contender]:
     import generated
 
-    def ours(backend: str, **more: Any) -> Make:
-        return lambda params: generated.AdamW(params, lr=1e-3, plan="int8_split24", backend=backend, **more)
+    def ours(backend: str, params: Params = tensors, **more: Any) -> Contender:
+        measured = {name: more.pop(name) for name in ("moving", "stubbed") if name in more}
 
-    def theirs(**more: Any) -> Make:
-        return lambda params: torch.optim.AdamW(params, lr=1e-3, **more)
+        def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            return generated.AdamW(params, lr=1e-3, plan="int8_split24", backend=backend, **more)
+
+        return Contender(make, params=params, **measured)
+
+    def theirs(**more: Any) -> Contender:
+        return Contender(lambda params: torch.optim.AdamW(params, lr=1e-3, **more))
 
     found = {
         "optgen AdamW, Triton, launch stubbed": ours("triton"),
         "optgen AdamW, Triton, launch stubbed, capturable": ours("triton", capturable=True),
-        "optgen AdamW, C++": ours("cpp"),
+        "optgen AdamW, Triton, launch stubbed, gradients elsewhere": ours("triton", moving=True),
+        "optgen AdamW, Triton, launch stubbed, shards": ours("triton", shards),
+        "optgen AdamW, C++, call stubbed": ours("cpp", stubbed=True),
+        "optgen AdamW, C++, with its kernel": ours("cpp"),
         "torch AdamW, foreach": theirs(foreach=True),
         "torch AdamW, fused": theirs(fused=True),
     }
     with suppress(ImportError):
         import flashoptim
 
-        found["FlashOptim AdamW"] = lambda params: flashoptim.FlashAdamW(params, lr=1e-3)
+        stub_kernels(sys.modules[flashoptim.FlashAdamW.__module__])
+        found["FlashOptim AdamW, launches stubbed"] = Contender(
+            lambda params: flashoptim.FlashAdamW(params, lr=1e-3, master_weight_bits=24), as_on_a_gpu
+        )
     return found
 
 
-def stub() -> None:
-    """Launches of generated kernels do nothing."""
-    from optgen.runtime import control
+class Nothing:
+    """In the place of a Triton kernel."""
 
-    control.start = lambda *_, **__: None  # type: ignore[assignment]
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
-def measure(count: int, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+def stub_kernels(module: ModuleType) -> None:
+    """All Triton kernels of a module do nothing."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import KernelInterface
+
+    names = [name for name, value in vars(module).items() if isinstance(value, (KernelInterface, Autotuner))]
+    for name in names:
+        setattr(module, name, Nothing())
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Tensors of the CPU say that they are on a GPU, and torch that there is one."""
+    before = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = before
+        del torch.Tensor.is_cuda  # what it inherits is there again
+
+
+class Stubs:
+    """Launches of Triton kernels do nothing; calls of C++ kernels only where `calls` says so."""
+
+    calls = True
+
+    def __init__(self) -> None:
+        from optgen.runtime import control, cpu
+
+        control.start = lambda *_, **__: None  # type: ignore[assignment]
+        call = cpu.call
+
+        def counted(*given: Any) -> None:
+            if self.calls:
+                call(*given)
+
+        cpu.call = counted
+
+
+def exchange(opt: torch.optim.Optimizer, spare: list[torch.Tensor]) -> None:
+    """Other gradients in the place of those that are there, which are kept for the next time."""
+    for i, p in enumerate(opt.param_groups[0]["params"]):
+        p.grad, spare[i] = spare[i], p.grad
+
+
+def measure(count: int, rounds: int, steps: int, stubs: Stubs) -> tuple[dict[str, list[float]], dict[str, str]]:
     """(name -> milliseconds of every step, name -> why it is missing)."""
     running: dict[str, torch.optim.Optimizer] = {}
     missing: dict[str, str] = {}
-    for name, make in contenders().items():
+    listed = contenders()
+    for name, contender in listed.items():
         try:
-            running[name] = make(tensors(count))
-            for _ in range(5):
-                running[name].step()
+            with contender.beginning():
+                running[name] = contender.make(contender.params(count))
+                for _ in range(5):
+                    running[name].step()
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             running.pop(name, None)
     times: dict[str, list[float]] = {name: [] for name in running}
+    spare = {name: [torch.ones_like(p) for p in opt.param_groups[0]["params"]] for name, opt in running.items()}
     gc.disable()
     for _ in range(rounds):
         for name, opt in running.items():
+            stubs.calls = not listed[name].stubbed
             for _ in range(steps):
+                if listed[name].moving:
+                    exchange(opt, spare[name])
                 began = time.thread_time_ns()
                 opt.step()
                 times[name].append((time.thread_time_ns() - began) / 1e6)
@@ -107,7 +208,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write FILE.json and FILE.md")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    stub()
+    stubs = Stubs()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     data: dict[str, Any] = {
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
         "python": platform.python_version(),
@@ -119,7 +221,7 @@ def main() -> int:
     with suppress(importlib.metadata.PackageNotFoundError):
         data["versions"]["flashoptim"] = importlib.metadata.version("flashoptim")
     for name, listed in MODELS.items():
-        times, missing = measure(len(listed()), chosen.rounds, chosen.steps)
+        times, missing = measure(len(listed()), chosen.rounds, chosen.steps, stubs)
         data["models"][name] = {
             "missing": missing,
             "contenders": {
@@ -150,8 +252,9 @@ def markdown(data: dict[str, Any]) -> str:
         "# Host time of a step",
         "",
         "What `opt.step()` costs the host beside its kernels, on a CPU: CPU time of the thread over tensors of eight",
-        "elements, the launches of Triton kernels stubbed; the median and the least of steps taken in turns with the",
-        f"other contenders (`python tools/bench_host.py`). {data['processor']} of {data['cores']} cores",
+        "elements, the launches of Triton kernels stubbed (FlashOptim's as well: while it makes its states it is told",
+        "that there is a GPU); the median and the least of steps taken in turns with the other contenders",
+        f"(`python tools/bench_host.py`). {data['processor']} of {data['cores']} cores",
         f"with a load of {data['load']} (processes that want one), Python {data['python']}, {versions}.",
     ]
     for name, found in data["models"].items():

@@ -313,7 +313,7 @@ def decoded(cls: Any, group: dict[str, Any], p: Tensor, entry: dict[str, Any]) -
 @case(2)
 def rows_and_columns_of_formats(here: Here) -> None:
     """Statistics that a format keeps are those of the whole tensor: maxima bit for bit, sums where eager torch has all
-    of it; states saved on two ranks are those of one, and dense ones are refused."""
+    of it; states saved on two ranks are those of one, dense ones become what they are on one."""
     mesh = here.mesh(here.world)
     for plan, backend in (("lpmm4", here.backend), ("int4_factored_split24", "reference")):
         cls = optgen.compile("adamw", plan, "strict")
@@ -335,12 +335,23 @@ def rows_and_columns_of_formats(here: Here) -> None:
         groups = runs.many.state_dict()["param_groups"]
         runs.one.load_state_dict({"state": saved, "param_groups": groups})
         runs.same()
-        p, q = runs.alone[0], runs.parts[0]
-        _, module, variant = checkpoint.select(cls, runs.one.param_groups[0], p)
-        dense = checkpoint.dense_entry(module, variant, p, runs.one.state[p])
-        one = cls([q], plan=plan, backend=backend)
-        with refused(ValueError, "statistics of whole rows and columns"):
-            one.load_state_dict({"state": {0: dense}, "param_groups": [{"params": [0], "lr": 1e-2}]})
+        # Dense states, whole or in parts, are encoded as on one rank.
+        for dense in (runs.one.dense_state_dict(), runs.many.dense_state_dict()):
+            one = cls([piece.parameter(False) for piece in pieces], plan=plan, backend=backend)
+            one.load_state_dict(runs.one.dense_state_dict())
+            many = cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend)
+            many.load_state_dict(dense)
+            for p, q in zip(*(opt.param_groups[0]["params"] for opt in (one, many)), strict=True):
+                assert one.state[p].keys() == many.state[q].keys()
+                for key, value in one.state[p].items():
+                    if isinstance(value, Tensor):
+                        alike(value, many.state[q][key], f"{key} of {list(p.shape)} under {plan}")
+        # A part that only one rank finds wrong is found by all.
+        bad = runs.many.dense_state_dict()
+        if here.rank == 0:
+            bad["state"][0]["exp_avg"].to_local()[0, 0] = torch.nan
+        with refused(ValueError, "exp_avg: expected numbers, 1 of 12610 are NaN"):
+            cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend).load_state_dict(bad)
 
 
 SUMMING = {
@@ -669,6 +680,12 @@ def flattened(here: Here) -> None:
     for cls, plan in ((generated.AdamW, "int8_split24"), (generated.AdamW, "bf16_sr"), (generated.CAME, "fp32")):
         with refused(ValueError, "fully_shard"):
             cls([p for p in model.parameters() if p.numel()], plan=plan, backend=here.backend)
+    # Ranks hold parts of other sizes, so they would decide otherwise.
+    named, backend = list(model.named_parameters()), here.backend
+    first = named[0][0]
+    with refused(ValueError, "'numel < 9999' asks for the size of parameter", first, "fully_shard"):
+        generated.AdamW(named, plan="fp32", overrides={"numel < 9999": "fp32"}, backend=backend)
+    generated.AdamW(named, plan="fp32", overrides={"*": "fp32", "numel < 9999": "fp32"}, backend=backend)
     alone = built(here)
     opt, one = (generated.AdamW(m.parameters(), lr=1e-2, plan="fp32", backend=here.backend) for m in (model, alone))
     for _ in range(3):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import count
 
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, number, with_comments, wrapped
 from optgen.ir.node import Node, postorder
@@ -91,7 +93,7 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
         if u.parts != (u.name,) and read & set(u.parts):
             out.append(f"    {', '.join(u.parts)} = {u.name}")
     printer = HostPrinter(program)
-    lines = [(f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in _statements(program)]
+    lines = [(f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in _shared(program, _statements(program))]
     out += [f"    {line}" for line in with_comments(lines)]
     values = [let.name for let in program.host] + [printer.text(let.node) for let in program.host_stores]
     if len(values) == 1:
@@ -114,6 +116,24 @@ def _statements(program: Program) -> list[Let]:
             taken.add(name)
             out.append(replace(let, name=name))
     return out + [let for let in program.host if let.node.op != "sym"]
+
+
+def _shared(program: Program, statements: list[Let]) -> list[Let]:
+    """The statements, before each the expressions in it that are read twice or more and have no name."""
+    named = {let.node.uid for let in statements}
+    nodes = [*(let.node for let in statements), *(let.node for let in program.host_stores)]
+    reads = Counter(a.uid for n in postorder(nodes) for a in n.args)
+    taken = {let.name for let in (*statements, *program.host)} | set(program.hypers)
+    taken |= {name for name, _ in program.host_states}
+    out: list[Let] = []
+    free = (name for k in count(1) if (name := f"common_{k}") not in taken)
+    for i, root in enumerate(nodes):
+        for n in postorder([root]):
+            if reads[n.uid] > 1 and n.args and n.uid not in named:
+                named.add(n.uid)
+                out.append(Let(next(free), n))
+        out += statements[i : i + 1]
+    return out
 
 
 HELPERS = (

@@ -358,17 +358,20 @@ def _load_one(
         misfits.add(f"{where}: {key}: not expected (it has {', '.join(sorted(expected))})")
     made = _scalars(variant, found, dense, where, misfits)
     if dense:
-        _numbers(found, variant.states, variant.nonneg, where, misfits)
-        if variant.of_whole and parts is not None and parts.layout.dims():
-            misfits.add(
-                f"{where}: its states are kept with statistics of whole rows and columns, which parts on several ranks "
-                f"do not have: load dense states on one rank, save, and load that"
-            )
+        apart = variant.of_whole and parts is not None and not parts.gathered and bool(parts.layout.dims())
+        assembled: dict[str, Tensor] = {}
+        if apart and parts is not None and len(misfits.lines) == before:
+            # Before anything that only some ranks may find wrong: the others would wait.
+            assembled = parts.assembled({key: found[key].to(p.device) for key in variant.states})
+        _numbers({**found, **assembled}, variant.states, variant.nonneg, where, misfits)
         if len(misfits.lines) == before:
             values = {key: found[key].to(p.device) for key in variant.states}
             room = {f.name: state.zeros(f, p, arena) for f in variant.fields}
             exact = low_bits.exact(p) if exact is None else exact
             wanted = variant.names if exact is None else (*variant.names, "p")
+            if parts is not None and apart:
+                made.update(_encode_apart(plan, variant, p, parts, assembled, room))
+                wanted = tuple(name for name in wanted if name not in made)
             made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
             if codes and parts is None:
                 _keep_codes(plan, variant, p, values, codes, made)
@@ -389,6 +392,26 @@ def _load_one(
         _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, (), where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
+
+
+def _encode_apart(
+    plan: ModuleType,
+    variant: Variant,
+    p: Tensor,
+    parts: sharding.Parts,
+    values: Mapping[str, Tensor],
+    room: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """This rank's parts of what states are stored as with statistics of their whole tensor.
+
+    p       this rank's part of the parameter: the states do not depend on it
+    values  the states, whole
+    room    tensors to write the parts into
+    """
+    like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)
+    fields = [f for f in variant.fields if f.owner in values]
+    found = layout.encode(plan, variant, like, values, [f.name for f in fields])
+    return {f.name: room[f.name].copy_(sharding.part_of(found[f.name], parts.field(f))) for f in fields}
 
 
 def _keep_codes(

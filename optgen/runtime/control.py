@@ -96,33 +96,57 @@ class Control:
     """The scalars of a bucket's step on its device.
 
     values   fp32: as the kernels take them
-    words    int32 (2,): the step key, and whether the step is to be skipped
+    words    int64 (3,): the number of the step, whether it is to be skipped, and what the seed makes of step keys
     numbers  what `values` were made of: floats, and 0-dim fp64 tensors
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.device = device
         self.values = torch.zeros(count, dtype=torch.float32, device=device)
-        self.words = torch.zeros(2, dtype=torch.int32, device=device)
+        self.words = torch.zeros(3, dtype=torch.int64, device=device)
         self.numbers: Sequence[Scalar] = [0.0] * count
-        self._constants: dict[float, Tensor] = {}
+        self._places = [*self.values.unbind()]
+        self._counted = torch.zeros((), dtype=torch.float64, device=device)
+        self._number, self._skip, self._stream = self.words.unbind()
+        self._there: list[float | None] = [None] * count
+        self._seed: int | None = None
+        self._skips: bool | None = None
+        self._graphs = False
 
-    def fill(self, numbers: Sequence[Scalar], key: Tensor | None, skip: Tensor | None) -> None:
-        """For the next step; no tensor is looked at.  key: int32; skip: bool; None: 0."""
+    def count(self, done: Tensor) -> Tensor:
+        """The number of the next step, after so many: fp64, to be read before the next is counted."""
+        torch.add(done, 1, out=self._number)
+        return self._counted.copy_(self._number)
+
+    def fill(self, numbers: Sequence[Scalar], seed: int | None, skip: Tensor | None) -> None:
+        """For the step whose number was counted last; no tensor is looked at.
+
+        seed  of the random bits, None: none are drawn; skip: bool, None: no
+        Numbers that stand there already are not written again.  A graph writes all; and since nobody says when it runs,
+        all is written after it, too.
+        """
         self.numbers = numbers
-        tensors = [x if isinstance(x, Tensor) else self._constant(x) for x in numbers]
-        if tensors:
-            self.values.copy_(torch.stack(tensors))
-        if key is not None:
-            self.words[0].copy_(key)
-        if skip is None:
-            self.words[1].zero_()
-        else:
-            self.words[1].copy_(skip)
+        self._graphs = self._graphs or capturing()
+        for i, x in enumerate(numbers):
+            if isinstance(x, Tensor):
+                self._places[i].copy_(x)
+                self._there[i] = None
+            elif self._graphs or x != self._there[i] or x == 0:  # zeros have signs
+                self._places[i].fill_(x)
+                self._there[i] = x
+        if seed is not None and (self._graphs or seed != self._seed):
+            self._stream.fill_(keys.stream_of_steps(seed))
+            self._seed = seed
+        if skip is not None:
+            self._skip.copy_(skip)
+            self._skips = None
+        elif self._graphs or self._skips is not False:
+            self._skip.zero_()
+            self._skips = False
 
     def tensors(self) -> list[Tensor]:
         """All that a graph reads of it."""
-        return [self.values, self.words, *self._constants.values()]
+        return [self.values, self.words, self._counted]
 
     def rounded(self, position: int) -> float:
         """A scalar in fp32, for what torch computes between kernels; RuntimeError where only the device knows it."""
@@ -133,17 +157,6 @@ class Control:
                 "not read: give it as a number"
             )
         return ctypes.c_float(value).value
-
-    def _constant(self, value: float) -> Tensor:
-        """A number as a tensor, kept for the next step: most of them never change."""
-        found = self._constants.get(value)
-        if found is None:
-            found = torch.full((), value, dtype=torch.float64, device=self.device)
-            if not capturing():  # else it has its value only once the graph has run
-                if len(self._constants) > 4 * len(self.values):
-                    self._constants.clear()
-                self._constants[value] = found
-        return found
 
 
 class Step:
@@ -177,14 +190,13 @@ class Step:
         names              of the host states
         seed               None where no random bits are drawn
         """
-        number = self.count + 1
+        number = control.count(self.count)
         factor: Scalar = sign
         if scale is not None:
             factor = sign / scale.reshape(()).to(self.count.device, torch.float64, non_blocking=True)
-        values = function(number.to(torch.float64), factor, **hypers, **dict(zip(names, self.host, strict=True)))
+        values = function(number, factor, **hypers, **dict(zip(names, self.host, strict=True)))
         self.made = values[scalars:]
-        key = None if seed is None else keys.step_key_of(seed, number)
-        control.fill(values[:scalars], key, self.skip)
+        control.fill(values[:scalars], seed, self.skip)
 
     def finish(self) -> None:
         """Counts the step, and keeps the host states, unless it was skipped."""

@@ -16,9 +16,6 @@ from __future__ import annotations
 import functools
 import hashlib
 
-import torch
-from torch import Tensor
-
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 
@@ -51,20 +48,9 @@ def _wrapped(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """A logical shift to the right: int64's own brings in copies of the sign."""
-    shifted: Tensor = (z >> by) & (2 ** (64 - by) - 1)
-    return shifted
-
-
-def step_key_of(seed: int, step: Tensor) -> Tensor:
-    """`step_key` of a step that is counted on a device (0-dim int64): 0-dim int32 there."""
-    z = (step >> PLACE) * _wrapped(_GOLDEN) + _wrapped(_mix((seed + _GOLDEN) & _MASK))
-    z = (z ^ _shifted(z, 30)) * _wrapped(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _wrapped(0x94D049BB133111EB)
-    z = z ^ _shifted(z, 31)
-    place = sum(((step >> i & 1) << (PLACE - 1 - i) for i in range(PLACE)), torch.zeros_like(step))
-    return ((z >> 32) & -WINDOW | place).to(torch.int32)
+def stream_of_steps(seed: int) -> int:
+    """What a device needs of a seed to make the keys of its steps (`triton_control.step_key`): 64 bits, signed."""
+    return _wrapped(_mix((seed + _GOLDEN) & _MASK))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -15,6 +15,7 @@ import functools
 import math
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -418,55 +419,141 @@ def run(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Contr
     torch.autograd.graph.increment_version(bucket.params)
 
 
-def starter(bucket: Bucket, tables: Tables) -> replay.Start:
-    """The launches of a bucket's step, which is one stretch of kernels; keeps none of its tensors."""
-    import triton.language as tl
+class _Following:
+    """A table of addresses on the device that follows the gradients of its tensors.
 
-    kernels = plans.part(bucket.plan, "triton_kernels")
-    variant, device, tuning, plan = bucket.variant, bucket.device, _tuning, tables.staged
-    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
-    if plan is not None:
-        told = functools.partial(_limits, kernels, device)
+    lines  its rows: addresses of p, g, the fields ...
+    of     which of the gradients these have; None: all, in order
+    """
 
-        def staged_kernels(scalars: Sequence[float] | control.Control, step_key: int) -> None:
-            with guard(device):
-                stages.run(plan, kernels, grad, scalars, step_key, told)
+    def __init__(self, lines: Sequence[Sequence[int]], of: Sequence[int] | None) -> None:
+        self.host = torch.tensor(lines, dtype=torch.int64)
+        self.column = self.host[:, 1]
+        self.of = None if of is None else torch.tensor(of)
 
-        return staged_kernels
-    kernel: Any = getattr(kernels, variant.kernel_name)
-    options = tuning.options(kernels, variant.kernel_name, device)
-    tile = {"TILE": options.pop("TILE")} if "TILE" in options else {}
-    constants: dict[str, Any] = {"GRAD": grad, "TILES": tuning.sizes(kernels, variant.kernel_name)[1], **tile}
-    which = range(variant.host_for(True)[1])
-    launches = tables.launches
+    def follow(self, gradients: Tensor, sent: Tensor) -> Tensor:
+        """The table in the place of the one that was sent: launches that are under way may still read that."""
+        self.column.copy_(gradients if self.of is None else gradients[self.of])
+        return torch.empty_like(sent).copy_(self.host, non_blocking=True)  # nobody waits: this memory is not pinned
 
-    def kernel_of_all(scalars: Sequence[float] | control.Control, step_key: int) -> None:
-        with guard(device):
-            for launch in launches:
+
+class _Kernels(ABC):
+    """The launches of a bucket's step, which is one stretch of kernels; keeps none of its tensors.
+
+    The tables are the launcher's own, and go on being what their signature says: a long step, or a graph, finds them.
+    """
+
+    def __init__(self, bucket: Bucket, tables: Tables) -> None:
+        self.tables, self.device, self.grad = tables, bucket.device, _grad(bucket)
+        self.module = plans.part(bucket.plan, "triton_kernels")
+        self.variant = bucket.variant
+        self._following: list[_Following] | None = None
+
+    def follow(self, table: cpu.Table) -> None:
+        """See replay.Start."""
+        if not table.tensors:
+            return
+        tables, (shapes, streams, columns, places) = self.tables, self.tables.signature
+        if self._following is None:
+            self._following = self._parts()
+            self._gradients = torch.frombuffer(table.rows, dtype=torch.int64).view(-1, table.width)[:, 1]
+            self._live = [i for i, shape in enumerate(shapes) if math.prod(shape)]
+        with guard(self.device):
+            made = [one.follow(self._gradients, sent) for one, sent in zip(self._following, tables.sent(), strict=True)]
+        now = list(columns[1])
+        for i, address in zip(self._live, self._gradients.tolist(), strict=True):
+            now[i] = address
+        tables.signature = shapes, streams, [columns[0], now, *columns[2:]], places
+        if tables.staged is not None:
+            stages.take(tables.staged, made[0])
+        else:
+            tables.launches = [replace(x, table=new) for x, new in zip(tables.launches, made, strict=True)]
+        if tables.scalars is not None:
+            tables.stock()
+
+    @abstractmethod
+    def __call__(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        """See replay.Start."""
+
+    @abstractmethod
+    def _parts(self) -> list[_Following]:
+        """One for each table that is sent."""
+
+
+class _Single(_Kernels):
+    """Of one kernel."""
+
+    def __init__(self, bucket: Bucket, tables: Tables) -> None:
+        super().__init__(bucket, tables)
+        name, self.tuning = bucket.variant.kernel_name, _tuning
+        self.kernel: Any = getattr(self.module, name)
+        self.options = self.tuning.options(self.module, name, self.device)
+        tile = {"TILE": self.options.pop("TILE")} if "TILE" in self.options else {}
+        self.constants = {"GRAD": self.grad, "TILES": self.tuning.sizes(self.module, name)[1], **tile}
+        self.which = range(bucket.variant.host_for(True)[1])
+
+    def __call__(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        with guard(self.device):
+            for launch in self.tables.launches:
                 control.start(
-                    kernel,
+                    self.kernel,
                     launch.work.shape[0],
                     (launch.table, launch.work),
                     scalars,
-                    which,
+                    self.which,
                     step_key,
-                    constants | {"RAGGED": launch.ragged, "ALIGNED": launch.aligned},
-                    num_warps=tuning.warps,
+                    self.constants | {"RAGGED": launch.ragged, "ALIGNED": launch.aligned},
+                    num_warps=self.tuning.warps,
                     enable_fp_fusion=False,
-                    **options,
+                    **self.options,
                 )
 
-    return kernel_of_all
+    def _parts(self) -> list[_Following]:
+        shapes, streams, columns, places = self.tables.signature
+        lines = [line for line in rows(columns, shapes, streams, places) if sizes(line)[0]]
+        parts = list(_sorted(lines, self.variant.block, self.variant.stochastic).values())
+        if len(parts) == 1:
+            return [_Following(lines, None)]
+        number = {id(line): i for i, line in enumerate(lines)}
+        return [_Following(part, [number[id(line)] for line in part]) for part in parts]
+
+
+class _Several(_Kernels):
+    """Of several stages."""
+
+    def __init__(self, bucket: Bucket, tables: Tables) -> None:
+        super().__init__(bucket, tables)
+        self.told = functools.partial(_limits, self.module, self.device)
+
+    def __call__(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        assert self.tables.staged is not None
+        with guard(self.device):
+            stages.run(self.tables.staged, self.module, self.grad, scalars, step_key, self.told)
+
+    def _parts(self) -> list[_Following]:
+        assert self.tables.staged is not None
+        lines = stages.lines(self.tables.staged, self.tables.signature, stage_rows)
+        assert lines is not None  # of the addresses that the plan was made for
+        return [_Following(lines, None)]
+
+
+def _grad(bucket: Bucket) -> Any:
+    """Triton's dtype of a bucket's gradients."""
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+
+
+def starter(bucket: Bucket, tables: Tables) -> replay.Start:
+    """The launches of a bucket's step, which is one stretch of kernels."""
+    return _Single(bucket, tables) if tables.staged is None else _Several(bucket, tables)
 
 
 def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
-    import triton.language as tl
-
     plan = tables.staged
     assert plan is not None
-    own = plans.part(bucket.plan, "triton_kernels")
-    grad = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
+    own, grad = plans.part(bucket.plan, "triton_kernels"), _grad(bucket)
     told = functools.partial(_limits, own, bucket.device)
 
     def kernels(begin: int, end: int) -> None:

@@ -380,7 +380,7 @@ class Optimizer(torch.optim.Optimizer):
         """ValueError for a parameter of several ranks whose parts no kernel can update."""
         first = sum(len(g["params"]) for g in self.param_groups)
         for i, p in enumerate(tensors):
-            flattened = getattr(p, "_fsdp_flattened", False)
+            flattened = rules.is_flattened(p)
             if not p.requires_grad or not (flattened or sharding.is_sharded(p)):
                 continue
             cls, name = type(self), names[i]
@@ -474,18 +474,25 @@ class Optimizer(torch.optim.Optimizer):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         self._counters.take(buckets)
         self._counters.forget(self.state)
-        if any(b.in_parts or b.places for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+        if any(b.in_parts for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+            return
+        sharded = sharding.kind()
+        if sharded is not None and self._senders(sharded):  # others may wait for this rank at any step
             return
         if all(ready.tables is not None for ready in prepared):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
 
     def _look_for_strays(self) -> None:
+        """`_say_strays` of a step that is to be made from the gradients that are here."""
+        if self._strays is not None:
+            self._say_strays(strays.look(self.param_groups, self._dtypes, self.state))
+
+    def _say_strays(self, found: strays.Found) -> None:
         """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
         if self._strays is None:
             return
         owner, said = type(self).__name__, ""
-        found = strays.look(self.param_groups, self._dtypes, self.state)
         self._strays = 0 if found.trained else self._strays + 1
         if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
             labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
@@ -494,7 +501,7 @@ class Optimizer(torch.optim.Optimizer):
             said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
         if said:
             self._strays = None
-            warnings.warn(said, stacklevel=3)
+            warnings.warn(said, stacklevel=4)
 
     def _prepare(self, bucket: Bucket, scaler: control.Scaler | None) -> Ready:
         """All that can fail, before anything changes."""
@@ -641,15 +648,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
-        wanted: list[Any] = []
-        chosen: dict[tuple[int, torch.dtype, torch.device, str | None], Choice] = {}
-        for entry in self._entries():
-            if entry.p.requires_grad and isinstance(entry.p, sharded):
-                own = plans.own(entry.group).get(entry.name)
-                kind = id(entry.group), entry.p.dtype, entry.p.device, own
-                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
-                if self._sends(choice.variant(entry.p), entry.p):
-                    wanted.append(entry.p)
+        wanted = self._senders(sharded)
         if wanted and control.capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
@@ -657,6 +656,19 @@ class Optimizer(torch.optim.Optimizer):
             )
         found = sharding.agreed(wanted) if wanted else []
         return {p: torch.zeros_like(p) for p, has in zip(wanted, found, strict=True) if has and p.grad is None}
+
+    def _senders(self, sharded: type) -> list[Any]:
+        """The trainable parameters in whose step ranks send one another something."""
+        found: list[Any] = []
+        chosen: dict[tuple[int, torch.dtype, torch.device, str | None], Choice] = {}
+        for entry in self._entries():
+            if entry.p.requires_grad and isinstance(entry.p, sharded):
+                own = plans.own(entry.group).get(entry.name)
+                kind = id(entry.group), entry.p.dtype, entry.p.device, own
+                choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
+                if self._sends(choice.variant(entry.p), entry.p):
+                    found.append(entry.p)
+        return found
 
     def _sends(self, variant: Variant, p: Any) -> bool:
         """Whether ranks send one another something in the step of a parameter."""

@@ -50,6 +50,11 @@ class Member:
     classes: frozenset[type] | None
 
 
+def is_flattened(p: Tensor) -> bool:
+    """Whether FullyShardedDataParallel has flattened and cut it, so that its own shape is nowhere to be read."""
+    return bool(getattr(p, "_fsdp_flattened", False))
+
+
 class Rule:
     """One entry of `overrides`.  Modules and parameters are remembered weakly."""
 
@@ -161,15 +166,29 @@ class Rules:
         return made
 
     def apply(self, members: Iterable[Member]) -> list[str | None]:
-        """What is asked for each."""
+        """What is asked for each.  ValueError where that is a matter of size, and a part does not know its tensor's."""
         found: list[str | None] = []
         targets = [rule.targets() for rule in self.rules]
         for member in members:
-            holding = [rule for rule, ids in zip(self.rules, targets, strict=True) if rule.holds(member, ids)]
+            holding: list[Rule] = []
+            for rule, ids in zip(self.rules, targets, strict=True):
+                if rule.size is not None and is_flattened(member.p):
+                    if not holding:
+                        raise self._no_size(rule, member)
+                elif rule.holds(member, ids):
+                    holding.append(rule)
             for rule in holding:
                 rule.used = True
             found.append(holding[0].value if holding else None)
         return found
+
+    def _no_size(self, rule: Rule, member: Member) -> ValueError:
+        which = f"parameter {member.names[0]!r}" if member.names else "a parameter"
+        return ValueError(
+            f"{self.owner}: overrides: {rule.shown} asks for the size of {which}, of which FullyShardedDataParallel "
+            f"left a flat part of {member.p.numel()} elements here, other ranks another: name such parameters by "
+            f"patterns or modules, before the rule of sizes, or use torch.distributed.fsdp.fully_shard"
+        )
 
     def refuse_unused(self, members: Sequence[Member]) -> None:
         """ValueError where a rule that is not about sizes held for no parameter so far.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import alone, checkpoint, options, plans, sharding, state
+from optgen.runtime import alone, checkpoint, options, plans, sharding, state, strays
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 
@@ -42,9 +42,10 @@ class One:
     option   of its group, copied from the user's group before each step
     summed   micro-batches since the last update
     sums     keeps the sum of their gradients, where that is not p.grad itself
+    trained  whether a gradient has come since the user's last step()
     """
 
-    __slots__ = ("flags", "group", "name", "number", "p", "place", "stepper", "summed", "sums", "variant")
+    __slots__ = ("flags", "group", "name", "number", "p", "place", "stepper", "summed", "sums", "trained", "variant")
 
     def __init__(self, optimizer: Optimizer, p: Tensor, number: int, place: int, name: str | int) -> None:
         self.p, self.number, self.place, self.name = p, number, place, name
@@ -55,6 +56,7 @@ class One:
         if known is not None:
             self.stepper._dtypes[id(p)] = known
         self.summed = 0
+        self.trained = False
         self.sums: Sums | None = None
         self.flags: object = None
         self.variant: Variant | None = None
@@ -73,6 +75,15 @@ class One:
         if self.variant is not None and any(t.space == "elem" for t in self.variant.temps):
             stepper._forget_tables()  # the room for the temps is as large as the parameter
             stepper._offload.forget_tables()
+
+    def is_alone(self, optimizer: Optimizer) -> bool:
+        """Whether nothing but the optimizer, and what was made to release its gradient, refers to the parameter."""
+        stepper, key = self.stepper, id(self.p)
+        notes = [optimizer._dtypes, stepper._dtypes] + ([] if self.sums is None else [self.sums.notes()])
+        tuples = {id(found) for known in notes if (found := known.get(key)) is not None}  # they may share one
+        states = (self.p in optimizer.state) + (self.p in stepper.state)
+        # its own list and the user's, the record, the argument
+        return sys.getrefcount(self.p) <= 4 + len(tuples) + states + stepper._replay.holds(self.p)
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
@@ -240,6 +251,7 @@ class Release:
                 self._refuse_wrappers()
                 self._looked = True
             one = self._current(one)
+            one.trained = True
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
                     one.sums.add(p.grad)
@@ -304,7 +316,7 @@ class Release:
                 one = One(self.optimizer, p, number, place, name)
                 one.refresh(self.optimizer)
                 if old is not None:
-                    one.summed, one.sums = old.summed, old.sums
+                    one.summed, one.sums, one.trained = old.summed, old.sums, old.trained
                 self._give_sums(one)
                 self._place(one)
             for key in left:
@@ -319,6 +331,7 @@ class Release:
         with self._lock, torch.no_grad():
             before = list(self._ones.values())
             self.attach()
+            self.optimizer._say_strays(self._look())
             for one in self._ones.values():
                 if one.summed or one.p.grad is not None:
                     self._hand_over(one)
@@ -332,6 +345,24 @@ class Release:
                 order = [self._norms[id(p)] for p, *_ in self._wanted() if id(p) in self._norms]
                 self._previous = torch.linalg.vector_norm(torch.stack([n.to(order[0].device) for n in order]))
                 self._norms.clear()
+
+    def _look(self) -> strays.Found:
+        """What came since the last step, and which parameters no gradient can come for; asks anew from now on."""
+        ones = list(self._ones.values())
+        lacking = [one for one in ones if not one.trained and one.p.grad is None]
+        found = strays.Found(len(ones) - len(lacking))
+        if lacking and not self._offload_holds():
+            alone = {id(one.p) for one in lacking if one.is_alone(self.optimizer)}
+            if alone:
+                found.places = {e.position for e in self.optimizer._entries() if id(e.p) in alone}
+                found.others_live = any(not one.is_alone(self.optimizer) for one in ones if one.trained)
+        for one in ones:
+            one.trained = False
+        return found
+
+    def _offload_holds(self) -> bool:
+        """Whether what moves parameters to the host and back refers to them, too."""
+        return any(group.get("offload") for group in self.optimizer.param_groups)
 
     def discard(self) -> None:
         """Forget sums that no update has used: what zero_grad means for p.grad."""
@@ -437,6 +468,10 @@ class Sums:
             keeper.param_groups[0]["params"] = []
             keeper._reset_caches()  # they know the gradient, which is to be freed
             keeper.state = defaultdict(dict)
+
+    def notes(self) -> dict[int, tuple[Tensor, torch.dtype]]:
+        """What refers to the parameter here."""
+        return self._keeper._dtypes
 
     def clear(self) -> None:
         """The sum is 0 again; the count of its steps goes on, so that its random bits never repeat."""

@@ -16,16 +16,16 @@ import ctypes
 import functools
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from optgen.runtime import control, cpu, keys, native, options
+from optgen.runtime import control, cpu, keys, native, options, sharding
 from optgen.runtime.bucket import Bucket
 
 SOURCE = Path(__file__).resolve().parent / "cpp" / "replay.cpp"
@@ -36,7 +36,10 @@ tunings = 0
 PATIENCE = 64
 """Most steps that go by before the next attempt, where one differs from the next again and again."""
 
-_NUMBER, _TENSOR, _OTHER = range(3)
+_NUMBER, _TENSOR, _OTHER, _SHARD = range(4)
+
+_NAMES = ("grad", "is_neg", "_local_tensor", "_spec", "mesh", "placements")
+"""What the library asks of tensors, and of DTensors."""
 
 
 class Probe:
@@ -49,10 +52,14 @@ class Probe:
         self._dtype.restype, self._dtype.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
         self.compare = library.optgen_replay
         self.compare.restype = ctypes.c_int64
-        self.compare.argtypes = (*[ctypes.py_object] * 7, *[ctypes.c_void_p] * 5)
+        self.compare.argtypes = (
+            *[ctypes.py_object] * 4, ctypes.c_void_p, ctypes.py_object, *[ctypes.c_void_p] * 5,
+        )  # fmt: skip
+        strings: Any = ctypes.py_object * len(_NAMES)
+        self.names = strings(*_NAMES)
         self._device = library.optgen_device
         self._device.restype, self._device.argtypes = ctypes.c_int64, (ctypes.py_object, ctypes.c_void_p)
-        self.moved = ctypes.c_int64()
+        self.moved = (ctypes.c_int64 * 2)()
         self._moved = ctypes.byref(self.moved)
 
     def code(self, dtype: torch.dtype) -> int:
@@ -130,10 +137,18 @@ class Group:
         self.sign = -1.0 if group["maximize"] else 1.0
         self.seed = group["seed"]
         # Numbers and text cannot change without being replaced; tensors, lists and dicts can.
+        self._known: dict[torch.device, dict[str, Any]] = {}
         self.fixed = all(_fixed(group[hyper.name]) for hyper in self.cls.HYPERS) and _fixed(self.plan)
 
     def on(self, device: torch.device) -> dict[str, Any]:
         """The hyper-parameters for a step that is counted on that device."""
+        if not self.fixed:
+            return self._read_on(device)
+        if device not in self._known:
+            self._known[device] = self._read_on(device)
+        return self._known[device]
+
+    def _read_on(self, device: torch.device) -> dict[str, Any]:
         return {hyper.name: hyper.read_on(self.group[hyper.name], device) for hyper in self.cls.HYPERS}
 
     def holds(self, group: Mapping[str, Any]) -> bool:
@@ -169,8 +184,14 @@ def _fixed(value: object) -> bool:
     return all(part is None or type(part) in (float, int, str) for part in parts)
 
 
-Start = Callable[[Any, int], None]
-"""(scalars, step key): the kernels of a bucket, over the tensors of the last step."""
+class Start(Protocol):
+    """The kernels of a bucket that have tables of their own, over the tensors of the last step."""
+
+    def __call__(self, scalars: Any, step_key: int) -> None:
+        """The step."""
+
+    def follow(self, table: cpu.Table) -> None:
+        """Gradients lie where `table` says now; their addresses have kept what they are modulo 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +199,7 @@ class Made:
     """What a bucket's step was made with.
 
     table  rows of addresses of p, g and the fields
-    start  its kernels, where they have tables of their own, in which nothing may move; None: the bucket's, with `table`
+    start  its kernels, where they have tables of their own; None: the bucket's, with `table`
     room   where the scalars stand of a step that is counted on the device, else None
     """
 
@@ -195,7 +216,8 @@ class Part:
         bucket = made.bucket
         self.group, self.variant, self.table = bucket.group, bucket.variant, table
         self.start, self.room, self.kernel = made.start, made.room, bucket.kernel
-        self.params, self.device = bucket.params, bucket.device
+        self.device = bucket.device
+        self.written = [*bucket.params, *(shard.p for shard in bucket.shards if shard is not None)]
         self.slot, self.entries = slot, entries
         self.host, count = bucket.variant.host_for(True)
         self.scalars = (ctypes.c_float * count)()
@@ -228,14 +250,18 @@ class Part:
         else:
             assert self.kernel is not None
             cpu.call(self.kernel, self.table, self.scalars, key)
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self.written)
 
 
 Count = tuple[int, list[Any]] | control.Step
 
 
 class Replay:
-    """What the last step found, to be compared with what the next one finds."""
+    """What the last step found, to be compared with what the next one finds.
+
+    specs   how DTensors lie: kept, so that no other object takes their place in memory
+    frozen  parameters for which ranks may wait for one another once they are trained
+    """
 
     def __init__(
         self, probe: Probe, cls: Any, groups: Sequence[Mapping[str, Any]], parts: list[Part], scaled: bool
@@ -244,9 +270,11 @@ class Replay:
         counted = {part.group for part in parts if part.room is not None}
         self.groups = [Group(cls, group, number in counted) for number, group in enumerate(groups)]
         self.parts = parts
-        self.moves = all(part.start is None for part in parts)
+        self.starts = [(part.start, part.table) for part in parts if part.start is not None]
         self.on_host = any(part.room is None for part in parts)
         self.scaled = scaled
+        self.specs: list[object] = []
+        self.frozen: list[Tensor] = []
         self.around = _around(parts)
         self.script = array("q")
         self.numbers = array("q")
@@ -262,6 +290,8 @@ class Replay:
         """
         if len(groups) != len(self.groups) or (scaler is not None) != self.scaled or _around(self.parts) != self.around:
             return False
+        if self.frozen and any(p.requires_grad for p in self.frozen):
+            return False
         for known, group in zip(self.groups, groups, strict=True):
             if not known.holds(group):
                 return False
@@ -269,13 +299,17 @@ class Replay:
         lists = [group["params"] for group in groups]
         try:
             if probe.compare(
-                lists, state, grads, entries, "grad", "is_neg", None,
+                lists, state, grads, entries, probe.names, None,
                 self.script.buffer_info()[0], self.numbers.buffer_info()[0],
                 probe.reader, probe.pointer, probe._moved,
             ):  # fmt: skip
                 return False
-            if probe.moved.value and not self.moves:
+            moved, shifted = probe.moved
+            if shifted and self.starts:  # launches depend on it
                 return False
+            if moved:
+                for start, table in self.starts:
+                    start.follow(table)
             if scaler is not None and self.on_host and scaler.found_infinity():
                 return True
             made = [part.numbers(self.groups[part.group], self.values, scaler) for part in self.parts]
@@ -308,6 +342,7 @@ def record(
     """The replay of a step that these buckets made; None where it has what the library does not compare.
 
     scaled   whether there was a GradScaler
+    Nothing in the step waits for another rank: parts of tensors are stepped as they lie.
     """
     library = probe()
     if library is None or any(type(group["params"]) is not list for group in groups):
@@ -321,7 +356,8 @@ def record(
         table = replace(one.table, rows=one.table.rows[:])  # the launcher knows the other one by the addresses in it
         row = table.address
         for i, p in enumerate(bucket.params):
-            places[id(p)] = (number, i, row if p.numel() else 0)
+            shard = bucket.shards[i]
+            places[id(p if shard is None else shard.p)] = (number, i, row if p.numel() else 0)
             row += 8 * table.width if p.numel() else 0
         parts.append(Part(one, table, slot, slice(begin, begin + len(bucket.params))))
         slot += len(parts[-1].names)
@@ -337,7 +373,14 @@ def record(
             if place is None:
                 script += (id(p), -1)
             else:
-                script += (id(p), library.code(made[place[0]].bucket.grad_dtype), place[2], *_form(library, p))
+                bucket, spec = made[place[0]].bucket, 0
+                if bucket.shards[place[1]] is not None:
+                    kept.specs.append(p._spec)
+                    spec = id(p._spec)
+                here = bucket.params[place[1]]
+                script += (id(p), library.code(bucket.grad_dtype), place[2], spec, *_form(library, here))
+            if sharding.is_sharded(p) and not p.requires_grad:
+                kept.frozen.append(p)
     script.append(len(state))
     for p, entry in state.items():
         place = places.get(id(p))
@@ -353,7 +396,9 @@ def record(
             if name in slots:
                 script += (id(name), _NUMBER, slots[name])
             elif name in columns:
-                script += (id(name), _TENSOR, id(value), columns[name], *_form(library, value))
+                kind = _SHARD if sharding.is_sharded(value) else _TENSOR
+                here = made[number].bucket.states[i][name]
+                script += (id(name), kind, id(value), columns[name], *_form(library, here))
             else:
                 script += (id(name), _OTHER)
     for bucket, part in zip((one.bucket for one in made), parts, strict=True):
@@ -397,6 +442,10 @@ class Keeper:
             return True
         self.last = None
         return False
+
+    def holds(self, p: Tensor) -> int:
+        """How often it refers to a parameter."""
+        return 0 if self.last is None else sum(q is p for part in self.last.parts for q in part.written)
 
     def keep(
         self, cls: Any, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any], made: Sequence[Made], scaled: bool

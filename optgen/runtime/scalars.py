@@ -19,9 +19,25 @@ Truth = bool | Tensor
 """The same of a condition: a 0-dim bool tensor."""
 
 
+_constants: dict[tuple[str, torch.device], Tensor] = {}
+"""Numbers as tensors, by their text (zeros have signs): most of them never change."""
+
+KEPT = 4096
+
+
 def _like(x: Scalar, other: Tensor) -> Tensor:
-    """x as an fp64 tensor beside another."""
-    return x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=other.device)
+    """x as an fp64 tensor beside another; not to be written."""
+    if isinstance(x, Tensor):
+        return x
+    key = (repr(x), other.device)
+    found = _constants.get(key)
+    if found is None:
+        found = torch.full((), x, dtype=torch.float64, device=other.device)
+        if not (torch.cuda._initialized and torch.cuda.is_current_stream_capturing()):  # else a graph's own
+            if len(_constants) >= KEPT:
+                _constants.clear()
+            _constants[key] = found
+    return found
 
 
 def choose(condition: Truth, then: Scalar, other: Scalar) -> Scalar:

@@ -322,6 +322,13 @@ class Parts:
             out[name] = _part_here(name, value, own) if own and isinstance(value, Tensor) else value
         return out
 
+    def assembled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The states among those that have a value for each element, whole: all ranks of the mesh have to ask."""
+        few = {f.owner for f in self.variant.fields if not f.wide}
+        wanted = {name: Whole(self.layout, value) for name, value in values.items() if name not in few}
+        gather(list(wanted.values()))
+        return {name: item.found for name, item in wanted.items() if item.found is not None}
+
     def beside(self, name: str, value: Tensor) -> Tensor:
         """What of a tensor of the parameter's shape, whole or a DTensor, stands beside `weight`; ValueError where it
         has another shape or mesh."""

@@ -126,10 +126,7 @@ def build(
     ):  # fmt: skip
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
         table = _table(rows(columns, old.room, shapes, streams, places), old.dense, bucket.device)
-        for call in old.calls:
-            if call.tables[0] is old.table:
-                call.tables[0] = table
-        old.table = table
+        take(old, table)
         return old
     room = workspace.make(bucket.variant, shapes, bucket.device, dims)
     maker = _Maker(bucket.variant, kernels, shapes, places, own, room, bucket.device, panel_rows, bucket.in_parts)
@@ -153,8 +150,16 @@ def lines(plan: Plan, now: Now, rows: Rows) -> list[list[int]] | None:
     return [line + more for line, more in zip(made, plan.dense, strict=True)]
 
 
+def take(plan: Plan, table: Tensor) -> None:
+    """From now on the plan has another table of addresses."""
+    for call in plan.calls:
+        if call.tables[0] is plan.table:
+            call.tables[0] = table
+    plan.table = table
+
+
 def moved(plan: Plan, table: Tensor) -> Plan:
-    """A plan with another table of addresses."""
+    """A copy of a plan with another table of addresses."""
     calls = [replace(x, tables=[table if t is plan.table else t for t in x.tables]) for x in plan.calls]
     return replace(plan, table=table, calls=calls)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from optgen.runtime import keys, launch
+from optgen.runtime import keys, launch, replay
 from runtime_standin import AdamW
 
 SHAPES = [
@@ -93,7 +93,7 @@ def strides_and_dtypes() -> None:
 
 
 def tables_are_kept() -> None:
-    """Tables are built once, again when a gradient or a state moves, and never serve another tensor."""
+    """Tables are built once, again when a state moves, follow gradients that move, and never serve another tensor."""
     params = [parameter((40, 8)), parameter((9,)), parameter((3, 5))]
     opt = AdamW(params, plan="probe", backend="triton")
     built = []
@@ -116,14 +116,14 @@ def tables_are_kept() -> None:
         for p in params:
             p.grad = torch.zeros_like(p)
         opt.step()
-        assert len(built) == 2
+        assert len(built) == (1 if replay.probe() is not None else 2)
         kept = next(iter(opt._launcher._used.values()))
         assert all(part.work is old for part, old in zip(kept.launches, works, strict=True))
         assert all(bool((opt.state[p]["visits"] == 4).all()) for p in params)
         old = opt.state[params[0]]["visits"]
         opt.state[params[0]]["visits"] = old.clone()
         opt.step()
-        assert len(built) == 3
+        assert len(built) == (2 if replay.probe() is not None else 3)
         assert (opt.state[params[0]]["visits"] == 5).all()
         assert (old == 4).all()
         params[1].grad = None

@@ -15,6 +15,7 @@ intptr_t PyDict_Size(PyObject *);
 PyObject *PyObject_GetAttr(PyObject *, PyObject *);
 PyObject *PyObject_CallMethodObjArgs(PyObject *, PyObject *, ...);
 int PyObject_IsTrue(PyObject *);
+int PyObject_RichCompareBool(PyObject *, PyObject *, int);
 void PyErr_Clear(void);
 void Py_IncRef(PyObject *);
 void Py_DecRef(PyObject *);
@@ -78,7 +79,36 @@ inline bool stays(PyObject *object, int64_t address, Pointer pointer) {
     }
 }
 
-enum Kind { NUMBER = 0, TENSOR = 1, OTHER = 2 };
+enum Kind { NUMBER = 0, TENSOR = 1, OTHER = 2, SHARD = 3 };
+
+// What attributes are called, as Python's strings.
+struct Names {
+    PyObject *grad, *is_neg, *part, *spec, *mesh, *placements;
+};
+
+// A reference that is given back at the end of its scope.
+struct Held {
+    PyObject *object;
+    explicit Held(PyObject *object) : object(object) {}
+    Held(const Held &) = delete;
+    ~Held() {
+        if (object)
+            Py_DecRef(object);
+    }
+};
+
+inline bool equal(PyObject *a, PyObject *b, PyObject *name) {
+    const Held x(PyObject_GetAttr(a, name)), y(PyObject_GetAttr(b, name));
+    return x.object && y.object && PyObject_RichCompareBool(x.object, y.object, 2) == 1;
+}
+
+// Whether a DTensor lies over the mesh as `spec` says.
+inline bool lies(PyObject *tensor, PyObject *spec, const Names &names) {
+    const Held own(PyObject_GetAttr(tensor, names.spec));
+    if (!own.object)
+        return false;
+    return own.object == spec || (equal(own.object, spec, names.mesh) && equal(own.object, spec, names.placements));
+}
 
 }  // namespace
 
@@ -109,24 +139,25 @@ EXPORT int64_t optgen_device(PyObject *tensor, Reader reader) {
 // lists     a list of the groups' lists of parameters
 // state     the optimizer's dict of states
 // held      two lists to fill: the gradients, and the states in the order of their buckets
-// names     "grad", "is_neg", None
+// names     "grad", "is_neg", and of DTensors "_local_tensor", "_spec"; of the latter "mesh", "placements"
 // script    what is expected, first of the groups, then of the states:
 //             groups, per group: parameters, per parameter: id, dtype of the gradient or -1 for none; if any: address
-//             of the row or 0, form
+//             of the row or 0, of a DTensor the address of its spec, which is kept alive, or 0, form of its part here
 //             states, per state: id of the parameter, position in `held` or -1; if any: address of the row or 0, items,
-//             per item: id of the key, kind; NUMBER: index; TENSOR: id, column, form
+//             per item: id of the key, kind; NUMBER: index; TENSOR or SHARD, of a DTensor: id, column, form
 // numbers   ids of the numbers that states hold
 // reader    DLPack's dltensor_from_py_object_no_sync of torch
 // pointer   torch's function from a tensor to its address, or 0
-// moved     becomes how many gradients lie elsewhere than the rows say
+// moved     becomes how many gradients lie elsewhere than the rows say, and of how many the address modulo 16 is another
 // Returns 0 and has filled `held` and the gradients' addresses into the rows; else where it saw a difference.
-EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, PyObject *entries, PyObject *grad_name,
-                             PyObject *is_neg, PyObject *none, const int64_t *script, const int64_t *numbers,
+EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, PyObject *entries,
+                             PyObject *const *called, PyObject *none, const int64_t *script, const int64_t *numbers,
                              Reader reader, Pointer pointer, int64_t *moved) {
+    const Names names = {called[0], called[1], called[2], called[3], called[4], called[5]};
     const int64_t *at = script;
     DLTensor t;
     int64_t numel, live = 0;
-    *moved = 0;
+    moved[0] = moved[1] = 0;
     const int64_t groups = *at++;
     for (int64_t k = 0; k < groups; k++) {
         PyObject *list = PyList_GetItem(lists, k);
@@ -143,7 +174,7 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
             }
             const int64_t dtype = at[1];
             Py_IncRef(p);  // attributes of a subclass may run anything
-            PyObject *g = PyObject_GetAttr(p, grad_name);
+            PyObject *g = PyObject_GetAttr(p, names.grad);
             Py_DecRef(p);
             if (!g) {
                 PyErr_Clear();
@@ -158,14 +189,23 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
             }
             PyList_SetItem(grads, live++, g);  // takes over the reference
             int64_t *row = (int64_t *)at[2];
-            at += 3;
+            PyObject *spec = (PyObject *)at[3];
+            at += 4;
             const Form want = form(at);
-            if (!fits(p, want, want.dtype, reader, &t, &numel) || (row && address(t) != row[0]))
+            const Held part(spec ? PyObject_GetAttr(p, names.part) : 0), grad(spec ? PyObject_GetAttr(g, names.part) : 0);
+            if (spec) {
+                if (!part.object || !grad.object || !lies(g, spec, names)) {
+                    PyErr_Clear();
+                    return 14;
+                }
+                g = grad.object;
+            }
+            if (!fits(spec ? part.object : p, want, want.dtype, reader, &t, &numel) || (row && address(t) != row[0]))
                 return 5;
             if (!fits(g, want, dtype, reader, &t, &numel))
                 return 6;
             if (numel == 1) {  // the one size at which a conjugate's imaginary part, negated lazily, is contiguous
-                PyObject *lazy = PyObject_CallMethodObjArgs(g, is_neg, (PyObject *)0);
+                PyObject *lazy = PyObject_CallMethodObjArgs(g, names.is_neg, (PyObject *)0);
                 const int yes = lazy ? PyObject_IsTrue(lazy) : 1;
                 if (lazy)
                     Py_DecRef(lazy);
@@ -175,8 +215,9 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
                 }
             }
             if (row && row[1] != address(t)) {
+                moved[0]++;
+                moved[1] += ((row[1] ^ address(t)) & 15) != 0;
                 row[1] = address(t);
-                ++*moved;
             }
         }
     }
@@ -211,6 +252,21 @@ EXPORT int64_t optgen_replay(PyObject *lists, PyObject *state, PyObject *grads, 
             if (kind == NUMBER) {
                 if ((int64_t)value != numbers[*at++])
                     return 12;
+            } else if (kind == SHARD) {
+                const int64_t column = at[1];
+                const bool same = (int64_t)value == at[0];
+                at += 2;
+                const Form want = form(at);
+                if (!same)
+                    return 15;
+                const Held part(PyObject_GetAttr(value, names.part));
+                if (part.object && pointer && row && stays(part.object, row[column], pointer))
+                    continue;
+                if (!part.object || !fits(part.object, want, want.dtype, reader, &t, &numel) ||
+                    (row && address(t) != row[column])) {
+                    PyErr_Clear();
+                    return 16;
+                }
             } else if (kind == TENSOR) {
                 const bool same = (int64_t)value == at[0];
                 const int64_t column = at[1];

@@ -1,0 +1,87 @@
+"""The Python blocks of the pages that new users read do run, as they stand; migration.md has tests of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen
+from optgen.accumulate import accumulator
+from optgen.optim import AdamW
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = ("README.md", "docs/precision.md", "docs/checkpoints.md", "docs/memory.md")
+ELSEWHERE = ("@optimizer", "from generated import")
+"""What marks blocks that stand in files, or need them."""
+
+
+class Model(nn.Module):
+    """A model with the names that the pages speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Embedding(64, 128), nn.Linear(128, 128)
+        self.norm, self.lm_head = nn.LayerNorm(128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.norm(self.router(self.embed(x))))
+        return out
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
+def blocks() -> list[Any]:
+    found = []
+    for page in PAGES:
+        for k, text in enumerate(BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))):
+            if not any(mark in text for mark in ELSEWHERE):
+                found.append(pytest.param(text, id=f"{page}-{k}"))
+    return found
+
+
+def surroundings(text: str) -> dict[str, Any]:
+    """What the pages take for granted."""
+    torch.manual_seed(0)
+    model = Model()
+    if "cast_model" not in text:
+        model = model.to(torch.bfloat16)
+    opt = AdamW(model.named_parameters(), lr=3e-4)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("embed")]
+    return {
+        "torch": torch, "nn": nn, "optgen": optgen, "AdamW": AdamW, "accumulator": accumulator, "model": model,
+        "fp32_model": Model(), "load_fp32_model": Model, "opt": opt, "loss_of": loss_of, "rest": rest, "step": 1,
+        "batches": [(torch.arange(64), torch.arange(64))] * 2,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", blocks())
+def test_a_block_runs_and_trains(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that say two ways of one thing are run apart; afterwards the optimizer that was made trains the model."""
+    monkeypatch.chdir(tmp_path)
+    apart = text.splitlines() if re.search(r"^(opt(?: = AdamW|\.release)).*\n\1", text) else [text]
+    for part in apart:
+        known = surroundings(text)
+        exec(part, known)
+        model, opt = known["model"], known["opt"]
+        owned = {id(p) for group in opt.param_groups for p in group["params"]}
+        p = next(p for p in model.parameters() if id(p) in owned)
+        before = p.detach().clone()
+        for _ in range(8):  # as many micro-batches as a page sums
+            loss_of(model, *known["batches"][0]).backward()
+        opt.step()
+        assert not torch.equal(p, before)
+
+
+def test_the_rule_of_the_first_page_is_the_example() -> None:
+    page = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    example = (ROOT / "examples" / "signed_momentum.py").read_text(encoding="utf-8")
+    assert example in page
