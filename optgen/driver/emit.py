@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -188,9 +188,11 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
     return "\n".join(lines)
 
 
-def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str]:
-    """File name -> text of generated/<spec>/<plan>/."""
-    compiled = [compile_case(spec, case, maths) for case in targets.cases(spec, plan)]
+def emit_plan(
+    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
+) -> dict[str, str]:
+    """File name -> text of generated/<spec>/<plan>/; `cases`: of which alone, all of them by default."""
+    compiled = [compile_case(spec, case, maths) for case in (targets.cases(spec, plan) if cases is None else cases)]
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
     cpp_parts = Pool()  # of steps that take several stages

@@ -50,7 +50,7 @@ def _arithmetic(node: Node) -> Iterator[str]:
 
 NODE_CHECKS: tuple[Callable[[Node], Iterator[str]], ...] = (_operands, _arithmetic)
 
-_sound: set[int] = set()  # uids of nodes that passed: a node never changes, and most outlive many passes
+_sound: set[Node] = set()  # nodes that passed: a node never changes, and most outlive many passes
 
 
 def _loads(p: Program) -> Iterator[str]:
@@ -88,10 +88,10 @@ PROGRAM_CHECKS: tuple[Callable[[Program], Iterator[str]], ...] = (_loads, _store
 def verify(ir: Program | Schedule, *, after: str) -> None:
     """Raises BrokenIR naming the stage and everything that does not hold."""
     program = ir.program if isinstance(ir, Schedule) else ir
-    nodes = [node for node in postorder(program.roots()) if node.uid not in _sound]
+    nodes = [node for node in postorder(program.roots()) if node not in _sound]
     faults = [f for node in nodes for check in NODE_CHECKS for f in check(node)]
     if not faults:
-        _sound.update(node.uid for node in nodes)
+        _sound.update(nodes)
     faults += [f for check in PROGRAM_CHECKS for f in check(program)]
     if faults:
         raise BrokenIR(f"after {after}: " + "; ".join(faults[:8]))
