@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -311,7 +312,7 @@ def _workers(jobs: int) -> Iterator[Callable[[Sequence[Job]], Iterable[Printed]]
     if jobs < MANY_JOBS or processes < 2 or not alone:
         yield lambda work: map(_do, work)
         return
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, gc.disable) as pool:
         yield lambda work: pool.imap(_do, work)
 
 
