@@ -92,13 +92,14 @@ class Functions:
     warps: dict[str, int] = field(default_factory=dict)
     dense: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, step: Step, name: str, source: str, compared: Sequence[str]) -> dict[str, str]:
+    def add(self, step: Step, name: str, source: str, under_at: Sequence[str] | None = None) -> dict[str, str]:
         """Print a step; its stages' kernels -> the names under which they stand.
 
-        compared  the lines under the name @: lines are wrapped by the lengths of names, so functions are compared as
-                  they would be under one short name
+        under_at  the lines under the name @, where they are known already
         """
         found = triton_stages.kernels(step, name, source)
+        # Lines are wrapped by the lengths of names: functions are compared as they would be under one short name.
+        compared = triton_stages.kernels(step, "@", source).lines if under_at is None else under_at
         renamed: dict[str, str] = {}
         for lines, same in zip(_units(found.lines), _units(compared), strict=True):
             own, short = _defined(lines), _defined(same)
@@ -131,12 +132,15 @@ def _defined(unit: Sequence[str]) -> str:
     return unit[1].removeprefix("def ").split("(")[0]
 
 
-def _replaced(text: str, names: Mapping[str, str]) -> str:
+_WORDS = re.compile(r"(@?\w+)")
+
+
+def _replaced(text: str, names: dict[str, str]) -> str:
     """The text with whole words replaced; an @ before a word is part of it."""
     if not names:
         return text
-    words = "|".join(map(re.escape, names))
-    return re.sub(rf"(?<![\w@])(?:{words})(?!\w)", lambda m: names[m[0]], text)
+    parts = _WORDS.split(text)
+    return "".join(map(names.get, parts, parts))
 
 
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
