@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optgen.backends.cpp import BLOCKS, FLAT, RESERVED, CppPrinter, Phases, loops
+from optgen.backends.cpp import BLOCKS, FLAT, RESERVED, CppPrinter, Phases, head_of_tile, loops
 from optgen.backends.printer import comment_of, with_comments
 from optgen.ir.node import postorder
 from optgen.ir.program import Buffer, Schedule, Stage, Step
@@ -149,8 +149,7 @@ def stage(step: Step, number: int, name: str, source: str = "") -> list[str]:
     out.append("    };")
     out.append("")
     extent = "blocks" if block > 1 else "count"
-    out.append(f"    OPTGEN_ONCE static void tile(char *const *at, int {extent}, const int *live, int32_t first,")
-    out.append("                                 int row_mask, const Known &known) {")
+    out += head_of_tile(plan, extent, "int row_mask, const Known &known")
     printed = [(k, b) for k, b in enumerate(program.buffers) if plan.source.get(b.name, b.name) == b.name]
     body = with_comments([_pointer(b, k) for k, b in printed], comment_mark="//")
     sweep = found.schedule.sweep

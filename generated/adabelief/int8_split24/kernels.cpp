@@ -25,8 +25,14 @@ struct adabelief_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -93,7 +99,7 @@ struct adabelief_float32 {
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -127,9 +133,9 @@ struct adabelief_float32 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_var_pattern = bits(g_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_var_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_var_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_var_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_var_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -175,6 +181,10 @@ struct adabelief_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
@@ -244,8 +254,14 @@ struct adabelief_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -313,7 +329,9 @@ struct adabelief_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -344,9 +362,9 @@ struct adabelief_bfloat16 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_var_pattern = bits(g_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_var_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_var_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_var_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_var_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -368,7 +386,7 @@ struct adabelief_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 20  p = decoupled(p, lr, weight_decay)
                 // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -409,6 +427,9 @@ struct adabelief_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);
@@ -504,8 +525,14 @@ struct adabelief_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -573,7 +600,9 @@ struct adabelief_float16 {
 
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -604,9 +633,9 @@ struct adabelief_float16 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_var_pattern = bits(g_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_var_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_var_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_var_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_var_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -689,6 +718,9 @@ struct adabelief_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_var_base(exp_avg_var_base_kept[b]);

@@ -25,8 +25,14 @@ struct adadelta_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -97,7 +103,7 @@ struct adadelta_float32 {
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -137,10 +143,10 @@ struct adadelta_float32 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, acc_delta_pattern, i, end);
-                smallest_of_block_2 = smaller(smallest_of_block_2, acc_delta_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, acc_delta_pattern, i, end);
+                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, acc_delta_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
@@ -200,6 +206,10 @@ struct adadelta_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -273,8 +283,14 @@ struct adadelta_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -346,7 +362,7 @@ struct adadelta_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -386,13 +402,13 @@ struct adadelta_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, acc_delta_pattern, i, end);
-                smallest_of_block_2 = smaller(smallest_of_block_2, acc_delta_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, acc_delta_pattern, i, end);
+                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, acc_delta_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
@@ -453,6 +469,11 @@ struct adadelta_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -551,8 +572,14 @@ struct adadelta_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -624,7 +651,7 @@ struct adadelta_float16 {
 
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -687,10 +714,10 @@ struct adadelta_float16 {
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, acc_delta_pattern, i, end);
-                smallest_of_block_2 = smaller(smallest_of_block_2, acc_delta_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, acc_delta_pattern, i, end);
+                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, acc_delta_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(acc_delta_pattern_kept + i, acc_delta_pattern);
@@ -751,6 +778,11 @@ struct adadelta_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);

@@ -886,6 +886,9 @@ struct adafactor_float32_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -956,8 +959,14 @@ struct adafactor_float32_no_factored_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1012,7 +1021,7 @@ struct adafactor_float32_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1036,8 +1045,8 @@ struct adafactor_float32_no_factored_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, variance_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, variance_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(variance_pattern_kept + i, variance_pattern);
                 store(p_at + i, p_3);
@@ -1073,6 +1082,9 @@ struct adafactor_float32_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1255,6 +1267,10 @@ struct adafactor_bfloat16_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1329,8 +1345,14 @@ struct adafactor_bfloat16_no_factored_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1386,7 +1408,7 @@ struct adafactor_bfloat16_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1412,10 +1434,10 @@ struct adafactor_bfloat16_no_factored_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 const I variance_pattern = bits(sqrt(variance_2));
-                largest_of_block = larger(largest_of_block, variance_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, variance_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(variance_pattern_kept + i, variance_pattern);
                 store_half<2>(p_at + i, p_word);
@@ -1452,6 +1474,10 @@ struct adafactor_bfloat16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1633,6 +1659,10 @@ struct adafactor_float16_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1680,8 +1710,14 @@ struct adafactor_float16_no_factored_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1737,7 +1773,7 @@ struct adafactor_float16_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1785,8 +1821,8 @@ struct adafactor_float16_no_factored_3 {
                 const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I variance_pattern = bits(sqrt(variance_2));
-                largest_of_block = larger(largest_of_block, variance_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, variance_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(variance_pattern_kept + i, variance_pattern);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -1823,6 +1859,10 @@ struct adafactor_float16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
             const I g_sub(g_sub_kept[b]);

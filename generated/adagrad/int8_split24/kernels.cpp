@@ -23,8 +23,14 @@ struct adagrad_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];              // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -75,7 +81,7 @@ struct adagrad_float32 {
 
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -97,8 +103,8 @@ struct adagrad_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, sum_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_2);
@@ -134,6 +140,9 @@ struct adagrad_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(sum_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -189,8 +198,14 @@ struct adagrad_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -242,7 +257,7 @@ struct adagrad_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -265,10 +280,10 @@ struct adagrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I sum_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, sum_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store_half<2>(p_at + i, p_word);
@@ -305,6 +320,10 @@ struct adagrad_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(sum_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -385,8 +404,14 @@ struct adagrad_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -438,7 +463,7 @@ struct adagrad_float16 {
 
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -483,8 +508,8 @@ struct adagrad_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I sum_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, sum_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, sum_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -521,6 +546,10 @@ struct adagrad_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(sum_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
             const I p_sub(p_sub_kept[b]);

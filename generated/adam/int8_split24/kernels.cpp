@@ -25,8 +25,14 @@ struct adam_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -95,7 +101,7 @@ struct adam_float32 {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -127,8 +133,8 @@ struct adam_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(exp_avg_kept + i, exp_avg);
@@ -169,7 +175,7 @@ struct adam_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -187,7 +193,7 @@ struct adam_float32 {
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -208,6 +214,10 @@ struct adam_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -269,8 +279,14 @@ struct adam_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -340,7 +356,9 @@ struct adam_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -372,8 +390,8 @@ struct adam_bfloat16 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(noise_kept + i, noise);
@@ -393,7 +411,7 @@ struct adam_bfloat16 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(p_sqrt, scalar_2, scalar_3), p);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -430,7 +448,7 @@ struct adam_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -448,7 +466,7 @@ struct adam_bfloat16 {
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -469,6 +487,11 @@ struct adam_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -555,8 +578,14 @@ struct adam_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -626,7 +655,7 @@ struct adam_float16 {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -681,8 +710,8 @@ struct adam_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(exp_avg_kept + i, exp_avg);
@@ -724,7 +753,7 @@ struct adam_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -742,7 +771,7 @@ struct adam_float16 {
                 const F exp_avg_sq_value_2 = as_float(p_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -763,6 +792,11 @@ struct adam_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -869,8 +903,14 @@ struct adam_float32_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -957,7 +997,7 @@ struct adam_float32_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1001,10 +1041,10 @@ struct adam_float32_amsgrad {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
@@ -1065,7 +1105,7 @@ struct adam_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1088,7 +1128,7 @@ struct adam_float32_amsgrad {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -1110,6 +1150,11 @@ struct adam_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -1176,8 +1221,14 @@ struct adam_bfloat16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1265,7 +1316,9 @@ struct adam_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1309,10 +1362,10 @@ struct adam_bfloat16_amsgrad {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
                 store(noise_kept + i, noise);
@@ -1335,7 +1388,7 @@ struct adam_bfloat16_amsgrad {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_2, scalar_3), p);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1389,7 +1442,7 @@ struct adam_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1412,7 +1465,7 @@ struct adam_bfloat16_amsgrad {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -1434,6 +1487,12 @@ struct adam_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -1525,8 +1584,14 @@ struct adam_float16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1614,7 +1679,7 @@ struct adam_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1681,10 +1746,10 @@ struct adam_float16_amsgrad {
                 const I p_kept_ = p_word;
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block_2 = smaller(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block_2 = smaller<RAGGED>(smallest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
@@ -1746,7 +1811,7 @@ struct adam_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add_2(p_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1769,7 +1834,7 @@ struct adam_float16_amsgrad {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F p_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store_byte<3>(max_exp_avg_sq_at + i, max_exp_avg_sq_position);
@@ -1791,6 +1856,12 @@ struct adam_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);

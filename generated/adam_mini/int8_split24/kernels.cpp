@@ -33,8 +33,14 @@ struct adam_mini_float32_1 {
         {5, 7, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict m_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
@@ -77,7 +83,7 @@ struct adam_mini_float32_1 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -93,7 +99,7 @@ struct adam_mini_float32_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(row_sum_for_vmean_row_at + i, g * g);
@@ -115,6 +121,8 @@ struct adam_mini_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F m = load(m_kept + i);
@@ -202,6 +210,8 @@ struct adam_mini_float32_3 {
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 m_code = raw(m_at + i);
@@ -339,8 +349,14 @@ struct adam_mini_bfloat16_1 {
         {6, 8, 4, ROW, false, true, TOTAL, 3},  // row_sum_for_vmean_row
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict m_at = (uint8_t *)at[1];                  // uint8 [n]  read and written
@@ -383,7 +399,7 @@ struct adam_mini_bfloat16_1 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -400,7 +416,7 @@ struct adam_mini_bfloat16_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
@@ -422,6 +438,8 @@ struct adam_mini_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F m = load(m_kept + i);
@@ -528,6 +546,9 @@ struct adam_mini_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -544,7 +565,7 @@ struct adam_mini_bfloat16_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -745,6 +766,9 @@ struct adam_mini_float16_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -894,8 +918,14 @@ struct adam_mini_float32_no_by_rows_1 {
         {5, 7, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict m_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
@@ -938,7 +968,7 @@ struct adam_mini_float32_no_by_rows_1 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -954,7 +984,7 @@ struct adam_mini_float32_no_by_rows_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(tensor_sum_for_vmean_at + i, g * g);
@@ -976,6 +1006,8 @@ struct adam_mini_float32_no_by_rows_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F m = load(m_kept + i);
@@ -1063,6 +1095,8 @@ struct adam_mini_float32_no_by_rows_3 {
 
         // -- elements: decode, update  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 m_code = raw(m_at + i);
@@ -1200,8 +1234,14 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         {6, 8, 4, WHOLE, false, true, TOTAL, 3},  // tensor_sum_for_vmean
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict m_at = (uint8_t *)at[1];                 // uint8 [n]  read and written
@@ -1244,7 +1284,7 @@ struct adam_mini_bfloat16_no_by_rows_1 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1261,7 +1301,7 @@ struct adam_mini_bfloat16_no_by_rows_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
@@ -1283,6 +1323,8 @@ struct adam_mini_bfloat16_no_by_rows_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F m = load(m_kept + i);
@@ -1389,6 +1431,9 @@ struct adam_mini_bfloat16_no_by_rows_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -1405,7 +1450,7 @@ struct adam_mini_bfloat16_no_by_rows_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1607,6 +1652,9 @@ struct adam_mini_float16_no_by_rows_3 {
 
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);

@@ -25,8 +25,14 @@ struct adamax_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -91,7 +97,7 @@ struct adamax_float32 {
 
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -123,9 +129,9 @@ struct adamax_float32 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_inf_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_inf_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
@@ -171,6 +177,10 @@ struct adamax_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             const I exp_inf_range_add(exp_inf_range_add_kept[b]);
             const I exp_inf_base(exp_inf_base_kept[b]);
@@ -238,8 +248,14 @@ struct adamax_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];            // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -305,7 +321,7 @@ struct adamax_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -338,12 +354,12 @@ struct adamax_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_inf_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_inf_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
@@ -390,6 +406,11 @@ struct adamax_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             const I exp_inf_range_add(exp_inf_range_add_kept[b]);
             const I exp_inf_base(exp_inf_base_kept[b]);
@@ -482,8 +503,14 @@ struct adamax_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];            // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -549,7 +576,7 @@ struct adamax_float16 {
 
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -604,9 +631,9 @@ struct adamax_float16 {
                 const I p_kept_ = p_word;
                 const F p_abs = abs(exp_avg);
                 const I exp_inf_pattern = bits(sqrt(exp_inf_2));
-                exp_avg_top = larger(exp_avg_top, bits(p_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_inf_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_inf_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_inf_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_inf_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_inf_pattern_kept + i, exp_inf_pattern);
@@ -653,6 +680,11 @@ struct adamax_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             const I exp_inf_range_add(exp_inf_range_add_kept[b]);
             const I exp_inf_base(exp_inf_base_kept[b]);

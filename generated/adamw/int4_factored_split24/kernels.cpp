@@ -68,8 +68,14 @@ struct adamw_float32_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -142,7 +148,7 @@ struct adamw_float32_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -173,8 +179,8 @@ struct adamw_float32_vector {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller(g_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(exp_avg_kept + i, exp_avg);
@@ -220,7 +226,7 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -238,7 +244,7 @@ struct adamw_float32_vector {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
             }
@@ -259,6 +265,10 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -350,8 +360,14 @@ struct adamw_bfloat16_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -425,7 +441,9 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -453,8 +471,8 @@ struct adamw_bfloat16_vector {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller(g_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -475,7 +493,7 @@ struct adamw_bfloat16_vector {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -517,7 +535,7 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -535,7 +553,7 @@ struct adamw_bfloat16_vector {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
             }
@@ -556,6 +574,9 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -667,8 +688,14 @@ struct adamw_float16_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -742,7 +769,9 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -770,8 +799,8 @@ struct adamw_float16_vector {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller(g_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -854,7 +883,7 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -872,7 +901,7 @@ struct adamw_float16_vector {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
             }
@@ -893,6 +922,9 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -963,8 +995,14 @@ struct adamw_float32_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1058,7 +1096,7 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1101,10 +1139,10 @@ struct adamw_float32_amsgrad_vector {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller(g_block_min, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
@@ -1170,7 +1208,7 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1193,7 +1231,7 @@ struct adamw_float32_amsgrad_vector {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
@@ -1215,6 +1253,11 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -1313,8 +1356,14 @@ struct adamw_bfloat16_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1409,7 +1458,9 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1449,10 +1500,10 @@ struct adamw_bfloat16_amsgrad_vector {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller(g_block_min, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
                 store(noise_kept + i, noise);
@@ -1476,7 +1527,7 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1535,7 +1586,7 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1558,7 +1609,7 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
@@ -1580,6 +1631,10 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -1698,8 +1753,14 @@ struct adamw_float16_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1794,7 +1855,9 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1834,10 +1897,10 @@ struct adamw_float16_amsgrad_vector {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller(g_block_min, exp_avg_sq_pattern, i, end);
-                largest_of_block_2 = larger(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, max_exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
                 store(noise_kept + i, noise);
@@ -1940,7 +2003,7 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1963,7 +2026,7 @@ struct adamw_float16_amsgrad_vector {
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
                 const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_position >> 24);
@@ -1985,6 +2048,10 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -2208,8 +2275,14 @@ struct adamw_float32_7 {
         {14, -1, 4, ROW, true, false, NONE, 9},  // exp_avg_sq_least_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2266,7 +2339,7 @@ struct adamw_float32_7 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2291,7 +2364,7 @@ struct adamw_float32_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_3);
@@ -2313,6 +2386,9 @@ struct adamw_float32_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -2585,8 +2661,14 @@ struct adamw_bfloat16_7 {
         {15, -1, 4, ROW, true, false, NONE, 10},  // exp_avg_sq_least_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                          // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2644,7 +2726,7 @@ struct adamw_bfloat16_7 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2670,10 +2752,10 @@ struct adamw_bfloat16_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(noise_kept + i, noise);
                 store_half<2>(p_at + i, p_word);
@@ -2696,6 +2778,10 @@ struct adamw_bfloat16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -2782,8 +2868,14 @@ struct adamw_float16_7 {
         {15, -1, 4, ROW, true, false, NONE, 10},  // exp_avg_sq_least_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                          // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2841,7 +2933,7 @@ struct adamw_float16_7 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2890,7 +2982,7 @@ struct adamw_float16_7 {
                 const I p_kept_ = p_word;
                 const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -2913,6 +3005,10 @@ struct adamw_float16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -3196,8 +3292,14 @@ struct adamw_float32_amsgrad_7 {
         {24, -1, 4, ROW, true, false, NONE, 12},  // exp_avg_sq_least_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                                 // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3257,7 +3359,7 @@ struct adamw_float32_amsgrad_7 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3286,7 +3388,7 @@ struct adamw_float32_amsgrad_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_3);
@@ -3308,6 +3410,9 @@ struct adamw_float32_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -3658,8 +3763,14 @@ struct adamw_bfloat16_amsgrad_7 {
         {25, -1, 4, ROW, true, false, NONE, 13},  // exp_avg_sq_least_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                          // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3721,7 +3832,7 @@ struct adamw_bfloat16_amsgrad_7 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3751,10 +3862,10 @@ struct adamw_bfloat16_amsgrad_7 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(noise_kept + i, noise);
                 store_half<2>(p_at + i, p_word);
@@ -3777,6 +3888,10 @@ struct adamw_bfloat16_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -3880,8 +3995,14 @@ struct adamw_float16_amsgrad_7 {
         {25, -1, 4, ROW, true, false, NONE, 13},  // exp_avg_sq_least_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                          // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3943,7 +4064,7 @@ struct adamw_float16_amsgrad_7 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3996,7 +4117,7 @@ struct adamw_float16_amsgrad_7 {
                 const I p_kept_ = p_word;
                 const F exp_avg_value = exp_avg / sqrt(max(load(exp_avg_sq_row_factor_at + (i & row_mask)) * load(exp_avg_sq_parts_at + i), load(exp_avg_sq_least_2_at + (i & row_mask))));
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -4019,6 +4140,10 @@ struct adamw_float16_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);

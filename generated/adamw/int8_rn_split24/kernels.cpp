@@ -25,8 +25,14 @@ struct adamw_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -75,7 +81,7 @@ struct adamw_float32 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -99,8 +105,8 @@ struct adamw_float32 {
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
                 const F g_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(p_at + i, p_3);
@@ -130,6 +136,10 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -191,8 +201,14 @@ struct adamw_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -242,7 +258,9 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -263,8 +281,8 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F g_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
@@ -310,6 +328,9 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -377,8 +398,14 @@ struct adamw_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -428,7 +455,9 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -449,8 +478,8 @@ struct adamw_float16 {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F g_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
             }
@@ -514,6 +543,9 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -599,8 +631,14 @@ struct adamw_float32_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -669,7 +707,7 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
             const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
@@ -704,9 +742,9 @@ struct adamw_float32_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
@@ -745,6 +783,11 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
@@ -814,8 +857,14 @@ struct adamw_bfloat16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                   // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -885,7 +934,9 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
             const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
@@ -917,9 +968,9 @@ struct adamw_bfloat16_amsgrad {
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -974,6 +1025,10 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
@@ -1049,8 +1104,14 @@ struct adamw_float16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                   // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1120,7 +1181,9 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
             const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
@@ -1152,9 +1215,9 @@ struct adamw_float16_amsgrad {
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F g_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_value_kept + i, max_exp_avg_sq_value);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -1227,6 +1290,10 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F g_mul_2(g_mul_2_kept[b]);
             const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);

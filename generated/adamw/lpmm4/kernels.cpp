@@ -68,8 +68,14 @@ struct adamw_float32_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -109,7 +115,8 @@ struct adamw_float32_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -129,8 +136,8 @@ struct adamw_float32_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -170,6 +177,9 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -246,8 +256,14 @@ struct adamw_bfloat16_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -287,7 +303,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -308,8 +325,8 @@ struct adamw_bfloat16_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -352,6 +369,9 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -426,8 +446,14 @@ struct adamw_float16_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -467,7 +493,8 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -488,8 +515,8 @@ struct adamw_float16_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -530,6 +557,9 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -607,8 +637,14 @@ struct adamw_float32_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -659,7 +695,8 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -688,9 +725,9 @@ struct adamw_float32_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -739,6 +776,10 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
@@ -827,8 +868,14 @@ struct adamw_bfloat16_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -879,7 +926,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -909,9 +957,9 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -963,6 +1011,10 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
@@ -1049,8 +1101,14 @@ struct adamw_float16_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1101,7 +1159,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -1131,9 +1190,9 @@ struct adamw_float16_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1183,6 +1242,10 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
@@ -1232,8 +1295,14 @@ struct adamw_float32_1 {
         {8, 12, 4, COLUMN, false, true, LARGEST, 7},  // col_max_for_exp_avg_sq_col_top
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1268,7 +1337,10 @@ struct adamw_float32_1 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1280,7 +1352,7 @@ struct adamw_float32_1 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1319,6 +1391,8 @@ struct adamw_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1421,6 +1495,8 @@ struct adamw_float32_4 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -1511,8 +1587,14 @@ struct adamw_bfloat16_1 {
         {8, 12, 4, COLUMN, false, true, LARGEST, 7},  // col_max_for_exp_avg_sq_col_top
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1547,7 +1629,10 @@ struct adamw_bfloat16_1 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1560,7 +1645,7 @@ struct adamw_bfloat16_1 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1603,6 +1688,8 @@ struct adamw_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1651,6 +1738,8 @@ struct adamw_bfloat16_4 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -1692,8 +1781,14 @@ struct adamw_float16_1 {
         {8, 12, 4, COLUMN, false, true, LARGEST, 7},  // col_max_for_exp_avg_sq_col_top
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1728,7 +1823,10 @@ struct adamw_float16_1 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1741,7 +1839,7 @@ struct adamw_float16_1 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1782,6 +1880,8 @@ struct adamw_float16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1822,8 +1922,14 @@ struct adamw_float32_amsgrad_1 {
         {13, 21, 4, COLUMN, false, true, LARGEST, 12},  // col_max_for_max_exp_avg_sq_col_top
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                                // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1866,7 +1972,11 @@ struct adamw_float32_amsgrad_1 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1878,7 +1988,7 @@ struct adamw_float32_amsgrad_1 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1926,6 +2036,8 @@ struct adamw_float32_amsgrad_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2058,6 +2170,9 @@ struct adamw_float32_amsgrad_4 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -2181,8 +2296,14 @@ struct adamw_bfloat16_amsgrad_1 {
         {13, 21, 4, COLUMN, false, true, LARGEST, 12},  // col_max_for_max_exp_avg_sq_col_top
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                          // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2225,7 +2346,11 @@ struct adamw_bfloat16_amsgrad_1 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2238,7 +2363,7 @@ struct adamw_bfloat16_amsgrad_1 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2290,6 +2415,8 @@ struct adamw_bfloat16_amsgrad_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2352,6 +2479,9 @@ struct adamw_bfloat16_amsgrad_4 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
@@ -2412,8 +2542,14 @@ struct adamw_float16_amsgrad_1 {
         {13, 21, 4, COLUMN, false, true, LARGEST, 12},  // col_max_for_max_exp_avg_sq_col_top
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                          // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2456,7 +2592,11 @@ struct adamw_float16_amsgrad_1 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2469,7 +2609,7 @@ struct adamw_float16_amsgrad_1 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2519,6 +2659,8 @@ struct adamw_float16_amsgrad_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);

@@ -68,8 +68,14 @@ struct adamw_float32_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -109,7 +115,8 @@ struct adamw_float32_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -129,8 +136,8 @@ struct adamw_float32_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -170,6 +177,9 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -246,8 +256,14 @@ struct adamw_bfloat16_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -287,7 +303,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -308,8 +325,8 @@ struct adamw_bfloat16_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -352,6 +369,9 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -426,8 +446,14 @@ struct adamw_float16_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -467,7 +493,8 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -488,8 +515,8 @@ struct adamw_float16_vector {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -530,6 +557,9 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -607,8 +637,14 @@ struct adamw_float32_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -659,7 +695,8 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -688,9 +725,9 @@ struct adamw_float32_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -739,6 +776,10 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
@@ -827,8 +868,14 @@ struct adamw_bfloat16_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -879,7 +926,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -909,9 +957,9 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -963,6 +1011,10 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
@@ -1049,8 +1101,14 @@ struct adamw_float16_amsgrad_vector {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1101,7 +1159,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -1131,9 +1190,9 @@ struct adamw_float16_amsgrad_vector {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                largest_of_block = larger(largest_of_block, bits(exp_avg_sq), i, end);
-                largest_of_block_2 = larger(largest_of_block_2, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, bits(exp_avg_sq), i, end);
+                largest_of_block_2 = larger<RAGGED>(largest_of_block_2, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1183,6 +1242,10 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_mul(g_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
@@ -1415,8 +1478,14 @@ struct adamw_float32_7 {
         {12, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                           // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1447,7 +1516,8 @@ struct adamw_float32_7 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1459,7 +1529,7 @@ struct adamw_float32_7 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1491,6 +1561,8 @@ struct adamw_float32_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1564,8 +1636,14 @@ struct adamw_bfloat16_7 {
         {12, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1596,7 +1674,8 @@ struct adamw_bfloat16_7 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1608,7 +1687,7 @@ struct adamw_bfloat16_7 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1643,6 +1722,8 @@ struct adamw_bfloat16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1676,8 +1757,14 @@ struct adamw_float16_7 {
         {12, -1, 4, ROW, true, false, NONE, 6},  // exp_avg_sq_row_factor_min_1p1754943508222875em38
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1708,7 +1795,8 @@ struct adamw_float16_7 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1720,7 +1808,7 @@ struct adamw_float16_7 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -1753,6 +1841,8 @@ struct adamw_float16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2141,8 +2231,14 @@ struct adamw_float32_amsgrad_12 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_min
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2172,7 +2268,8 @@ struct adamw_float32_amsgrad_12 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2184,7 +2281,7 @@ struct adamw_float32_amsgrad_12 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2216,6 +2313,8 @@ struct adamw_float32_amsgrad_12 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2289,8 +2388,14 @@ struct adamw_bfloat16_amsgrad_12 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_min
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2320,7 +2425,8 @@ struct adamw_bfloat16_amsgrad_12 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2332,7 +2438,7 @@ struct adamw_bfloat16_amsgrad_12 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2367,6 +2473,8 @@ struct adamw_bfloat16_amsgrad_12 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2400,8 +2508,14 @@ struct adamw_float16_amsgrad_12 {
         {21, -1, 4, ROW, true, false, NONE, 6},  // row_min
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2431,7 +2545,8 @@ struct adamw_float16_amsgrad_12 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2443,7 +2558,7 @@ struct adamw_float16_amsgrad_12 {
                 const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_stored, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2476,6 +2591,8 @@ struct adamw_float16_amsgrad_12 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);

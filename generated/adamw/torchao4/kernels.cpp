@@ -25,8 +25,14 @@ struct adamw_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                   // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -66,7 +72,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -84,8 +91,8 @@ struct adamw_float32 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -124,6 +131,9 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -196,8 +206,14 @@ struct adamw_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];             // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -237,7 +253,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -256,8 +273,8 @@ struct adamw_bfloat16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -299,6 +316,9 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -375,8 +395,14 @@ struct adamw_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];             // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -416,7 +442,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -435,8 +462,8 @@ struct adamw_float16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -476,6 +503,9 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -550,8 +580,14 @@ struct adamw_float32_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -602,7 +638,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -627,9 +664,9 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -676,6 +713,10 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -760,8 +801,14 @@ struct adamw_bfloat16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -812,7 +859,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -838,9 +886,9 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -890,6 +938,10 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -978,8 +1030,14 @@ struct adamw_float16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1030,7 +1088,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -1056,9 +1115,9 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1106,6 +1165,10 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);

@@ -25,8 +25,14 @@ struct adamw_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                 // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -62,7 +68,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -80,8 +87,8 @@ struct adamw_float32 {
                 const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -120,6 +127,9 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -188,8 +198,14 @@ struct adamw_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];           // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -225,7 +241,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -244,8 +261,8 @@ struct adamw_bfloat16 {
                 const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -287,6 +304,9 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -359,8 +379,14 @@ struct adamw_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];           // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -396,7 +422,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -415,8 +442,8 @@ struct adamw_float16 {
                 const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
             }
@@ -456,6 +483,9 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -526,8 +556,14 @@ struct adamw_float32_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -571,7 +607,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -596,9 +633,9 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -645,6 +682,10 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -724,8 +765,14 @@ struct adamw_bfloat16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -769,7 +816,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -795,9 +843,9 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -847,6 +895,10 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
@@ -930,8 +982,14 @@ struct adamw_float16_amsgrad {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -975,7 +1033,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const F max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -1001,9 +1060,9 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
-                exp_avg_top = larger(exp_avg_top, bits(abs(exp_avg)), i, end);
-                exp_avg_sq_top = larger(exp_avg_sq_top, bits(exp_avg_sq), i, end);
-                max_exp_avg_sq_top = larger(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
+                exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
+                max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(max_exp_avg_sq_kept + i, max_exp_avg_sq);
                 store(exp_avg_sq_kept + i, exp_avg_sq);
@@ -1051,6 +1110,10 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F g_rcp(g_rcp_kept[b]);
             const F g_rcp_2(g_rcp_2_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);

@@ -29,8 +29,14 @@ struct adan_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -138,7 +144,8 @@ struct adan_float32 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F prev_grad_scale_neg(prev_grad_scale_neg_kept[b]);
@@ -190,11 +197,11 @@ struct adan_float32 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
                 const F g_abs_2 = abs(g_2);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
                 store(exp_avg_kept + i, exp_avg);
                 store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
@@ -274,6 +281,11 @@ struct adan_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F prev_grad_scale_mul(prev_grad_scale_mul_kept[b]);
             const I prev_grad_scale_add(prev_grad_scale_add_kept[b]);
@@ -368,8 +380,14 @@ struct adan_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -478,7 +496,9 @@ struct adan_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F prev_grad_scale_neg(prev_grad_scale_neg_kept[b]);
@@ -531,11 +551,11 @@ struct adan_bfloat16 {
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
                 const F g_abs_2 = abs(g);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
                 store(exp_avg_kept + i, exp_avg);
                 store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
@@ -563,7 +583,7 @@ struct adan_bfloat16 {
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
                 const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -620,6 +640,11 @@ struct adan_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F prev_grad_scale_mul(prev_grad_scale_mul_kept[b]);
             const I prev_grad_scale_add(prev_grad_scale_add_kept[b]);
@@ -740,8 +765,14 @@ struct adan_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -850,7 +881,9 @@ struct adan_float16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F prev_grad_scale_neg(prev_grad_scale_neg_kept[b]);
@@ -903,11 +936,11 @@ struct adan_float16 {
                 const F prev_grad_scale_abs = abs(exp_avg_diff);
                 const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
                 const F g_abs_2 = abs(g);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_diff_top = larger(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                prev_grad_top = larger(prev_grad_top, bits(g_abs_2), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs_2), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
                 store(exp_avg_kept + i, exp_avg);
                 store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
@@ -1012,6 +1045,11 @@ struct adan_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const F prev_grad_scale_mul(prev_grad_scale_mul_kept[b]);
             const I prev_grad_scale_add(prev_grad_scale_add_kept[b]);

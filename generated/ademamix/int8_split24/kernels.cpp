@@ -27,8 +27,14 @@ struct ademamix_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                       // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -125,7 +131,8 @@ struct ademamix_float32 {
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
@@ -165,9 +172,9 @@ struct ademamix_float32 {
                 const F g_abs_2 = abs(exp_avg_slow);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_slow_top = larger(exp_avg_slow_top, bits(g_abs_2), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_slow_top = larger<RAGGED>(exp_avg_slow_top, bits(g_abs_2), i, end);
                 store(exp_avg_slow_kept + i, exp_avg_slow);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -232,7 +239,7 @@ struct ademamix_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -250,7 +257,7 @@ struct ademamix_float32 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -282,6 +289,10 @@ struct ademamix_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -350,8 +361,14 @@ struct ademamix_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -449,7 +466,9 @@ struct ademamix_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
@@ -490,9 +509,9 @@ struct ademamix_bfloat16 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const F g_abs_2 = abs(exp_avg_slow);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_slow_top = larger(exp_avg_slow_top, bits(g_abs_2), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_slow_top = larger<RAGGED>(exp_avg_slow_top, bits(g_abs_2), i, end);
                 store(exp_avg_slow_kept + i, exp_avg_slow);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -517,7 +536,7 @@ struct ademamix_bfloat16 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 31  p = decoupled(p, lr, weight_decay)
                 // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
                 const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(g_sqrt, scalar_7, scalar_8), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -562,7 +581,7 @@ struct ademamix_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -580,7 +599,7 @@ struct ademamix_bfloat16 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -612,6 +631,10 @@ struct ademamix_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -706,8 +729,14 @@ struct ademamix_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                 // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -805,7 +834,9 @@ struct ademamix_float16 {
 
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_slow_scale_mul(exp_avg_slow_scale_mul_kept[b]);
@@ -846,9 +877,9 @@ struct ademamix_float16 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const F g_abs_2 = abs(exp_avg_slow);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                exp_avg_slow_top = larger(exp_avg_slow_top, bits(g_abs_2), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_slow_top = larger<RAGGED>(exp_avg_slow_top, bits(g_abs_2), i, end);
                 store(exp_avg_slow_kept + i, exp_avg_slow);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -938,7 +969,7 @@ struct ademamix_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -956,7 +987,7 @@ struct ademamix_float16 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -988,6 +1019,10 @@ struct ademamix_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);

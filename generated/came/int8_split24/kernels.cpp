@@ -288,8 +288,14 @@ struct came_float32_9 {
         {16, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                     // uint8 [n]  read and written
@@ -340,7 +346,7 @@ struct came_float32_9 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -361,7 +367,7 @@ struct came_float32_9 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
                 const F g_mul_3 = g_fma * g_fma;
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(row_sum_for_exp_avg_res_row_at + i, g_mul_3);
@@ -383,6 +389,8 @@ struct came_float32_9 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul_2(g_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -563,6 +571,8 @@ struct came_float32_14 {
 
         // -- elements: decode, update  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 exp_avg_code = raw(exp_avg_at + i);
@@ -1305,8 +1315,14 @@ struct came_bfloat16_9 {
         {17, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];                     // uint8 [n]  read and written
@@ -1357,7 +1373,7 @@ struct came_bfloat16_9 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1378,7 +1394,7 @@ struct came_bfloat16_9 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_fma = fma(update, one_max_tensor_div_rcp, -exp_avg);
                 const F g_mul_3 = g_fma * g_fma;
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(row_sum_for_exp_avg_res_row_at + i, g_mul_3);
@@ -1400,6 +1416,8 @@ struct came_bfloat16_9 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F g_mul_2(g_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1599,6 +1617,9 @@ struct came_bfloat16_14 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -1615,7 +1636,7 @@ struct came_bfloat16_14 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1861,6 +1882,9 @@ struct came_float16_14 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_neg(exp_avg_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const I word_2 = spread(word_2_kept, i);
@@ -2033,6 +2057,8 @@ struct came_float32_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2097,8 +2123,14 @@ struct came_float32_no_factored_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // one_max_tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                               // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2168,7 +2200,7 @@ struct came_float32_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2201,9 +2233,9 @@ struct came_float32_no_factored_3 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -2249,6 +2281,10 @@ struct came_float32_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2430,6 +2466,8 @@ struct came_bfloat16_no_factored_1 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2497,8 +2535,14 @@ struct came_bfloat16_no_factored_3 {
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2569,7 +2613,9 @@ struct came_bfloat16_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2601,9 +2647,9 @@ struct came_bfloat16_no_factored_3 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -2623,7 +2669,7 @@ struct came_bfloat16_no_factored_3 {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 45  p = policies.decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, exp_avg, p_2);                         // 46  p = p - lr * step
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2664,6 +2710,9 @@ struct came_bfloat16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2853,8 +2902,14 @@ struct came_float16_no_factored_3 {
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // one_max_tensor_div
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                         // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2925,7 +2980,9 @@ struct came_float16_no_factored_3 {
 
         // -- elements: decode, update, encode  (specs/came.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2957,9 +3014,9 @@ struct came_float16_no_factored_3 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(exp_avg);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -3040,6 +3097,9 @@ struct came_float16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);

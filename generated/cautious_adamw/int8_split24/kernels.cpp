@@ -71,6 +71,9 @@ struct cautious_adamw_float32_1 {
 
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -137,8 +140,14 @@ struct cautious_adamw_float32_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 6},  // tensor_sum_of_agrees_over_elements_max_0p001
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -212,7 +221,9 @@ struct cautious_adamw_float32_3 {
 
         // -- elements: decode, update, encode  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -239,8 +250,8 @@ struct cautious_adamw_float32_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -299,7 +310,7 @@ struct cautious_adamw_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -317,7 +328,7 @@ struct cautious_adamw_float32_3 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -338,6 +349,9 @@ struct cautious_adamw_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -524,6 +538,9 @@ struct cautious_adamw_bfloat16_1 {
 
         // -- elements: decode, update  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -592,8 +609,14 @@ struct cautious_adamw_bfloat16_3 {
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_sum_of_agrees_over_elements_max_0p001
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -668,7 +691,10 @@ struct cautious_adamw_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -696,8 +722,8 @@ struct cautious_adamw_bfloat16_3 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -725,7 +751,7 @@ struct cautious_adamw_bfloat16_3 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                      // 20  p = decoupled(p, lr, weight_decay)
                 // 26  p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
                 const F p_3 = fma(-(scale * exp_avg), 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -762,7 +788,7 @@ struct cautious_adamw_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -780,7 +806,7 @@ struct cautious_adamw_bfloat16_3 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -801,6 +827,9 @@ struct cautious_adamw_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -983,8 +1012,14 @@ struct cautious_adamw_float16_3 {
         {8, -1, 4, WHOLE, true, false, NONE, 7},  // tensor_sum_of_agrees_over_elements_max_0p001
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1059,7 +1094,10 @@ struct cautious_adamw_float16_3 {
 
         // -- elements: decode, update, encode  (specs/cautious_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1087,8 +1125,8 @@ struct cautious_adamw_float16_3 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -1173,7 +1211,7 @@ struct cautious_adamw_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1191,7 +1229,7 @@ struct cautious_adamw_float16_3 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1212,6 +1250,9 @@ struct cautious_adamw_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);

@@ -91,8 +91,14 @@ struct dadapt_adam_float32_2 {
         {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -197,7 +203,7 @@ struct dadapt_adam_float32_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -245,10 +251,10 @@ struct dadapt_adam_float32_2 {
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -307,6 +313,11 @@ struct dadapt_adam_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -674,8 +685,14 @@ struct dadapt_adam_bfloat16_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -781,7 +798,9 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -826,10 +845,10 @@ struct dadapt_adam_bfloat16_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -856,7 +875,7 @@ struct dadapt_adam_bfloat16_2 {
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);           // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -905,6 +924,10 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1258,8 +1281,14 @@ struct dadapt_adam_float16_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1365,7 +1394,9 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1410,10 +1441,10 @@ struct dadapt_adam_float16_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -1508,6 +1539,10 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1723,8 +1758,14 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         {12, -1, 4, WHOLE, true, false, NONE, 12},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                         // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1829,7 +1870,7 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1877,10 +1918,10 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -1939,6 +1980,11 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2250,8 +2296,14 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2357,7 +2409,9 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2402,10 +2456,10 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -2432,7 +2486,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);           // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2481,6 +2535,10 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2775,8 +2833,14 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         {13, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2882,7 +2946,9 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2927,10 +2993,10 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
                 const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_2_kept + i, noise_2);
@@ -3025,6 +3091,10 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);

@@ -25,8 +25,14 @@ struct madgrad_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -87,7 +93,7 @@ struct madgrad_float32 {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -128,9 +134,9 @@ struct madgrad_float32 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F s_scale_abs = abs(s);
-                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -176,6 +182,10 @@ struct madgrad_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -247,8 +257,14 @@ struct madgrad_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -310,7 +326,7 @@ struct madgrad_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -351,12 +367,12 @@ struct madgrad_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(z)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(z)) + (noise & 255 | 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -403,6 +419,11 @@ struct madgrad_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -499,8 +520,14 @@ struct madgrad_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -562,7 +589,7 @@ struct madgrad_float16 {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -626,9 +653,9 @@ struct madgrad_float16 {
                 const I p_kept_ = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -675,6 +702,11 @@ struct madgrad_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -791,8 +823,14 @@ struct madgrad_float32_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -855,7 +893,7 @@ struct madgrad_float32_has_momentum {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -893,9 +931,9 @@ struct madgrad_float32_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F s_scale_abs = abs(s);
-                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -942,6 +980,11 @@ struct madgrad_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(x0_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1013,8 +1056,14 @@ struct madgrad_bfloat16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1078,7 +1127,7 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -1116,12 +1165,12 @@ struct madgrad_bfloat16_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1169,6 +1218,12 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(x0_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1266,8 +1321,14 @@ struct madgrad_float16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1331,7 +1392,7 @@ struct madgrad_float16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -1392,9 +1453,9 @@ struct madgrad_float16_has_momentum {
                 const I p_kept_ = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const F s_scale_abs = abs(s);
-                largest_of_block = larger(largest_of_block, grad_sum_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger(s_top, bits(s_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1442,6 +1503,12 @@ struct madgrad_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(x0_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
             const I p_sub(p_sub_kept[b]);

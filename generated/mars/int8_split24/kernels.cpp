@@ -59,6 +59,8 @@ struct mars_float32_1 {
 
         // -- elements: decode, update  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -120,8 +122,14 @@ struct mars_float32_3 {
         {9, -1, 4, WHOLE, true, false, NONE, 8},  // sqrt_tensor_sum_of_c_max_one
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -210,7 +218,7 @@ struct mars_float32_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
@@ -253,9 +261,9 @@ struct mars_float32_3 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(g_2);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                last_grad_top = larger(last_grad_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(noise_kept + i, noise);
                 store(last_grad_scale_sqrt_kept + i, last_grad_scale_sqrt);
                 store(exp_avg_kept + i, exp_avg);
@@ -306,7 +314,7 @@ struct mars_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I last_grad_scale_add_2(last_grad_scale_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I last_grad_scale_sub(last_grad_scale_sub_kept[b]);
@@ -326,7 +334,7 @@ struct mars_float32_3 {
                 const F exp_avg_sq_value_2 = as_float(last_grad_scale_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F last_grad_scale_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(last_grad_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(last_grad_scale_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(last_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), g_mul), 12583040.0f)));
@@ -348,6 +356,11 @@ struct mars_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_mul(last_grad_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -528,6 +541,8 @@ struct mars_bfloat16_1 {
 
         // -- elements: decode, update  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const U8 last_grad_code = raw(last_grad_at + i);
@@ -590,8 +605,14 @@ struct mars_bfloat16_3 {
         {10, -1, 4, WHOLE, true, false, NONE, 9},  // sqrt_tensor_sum_of_c_max_one
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -681,7 +702,9 @@ struct mars_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
@@ -720,9 +743,9 @@ struct mars_bfloat16_3 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(last_grad_scale_sqrt);
                 const F g_abs = abs(g);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                last_grad_top = larger(last_grad_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(last_grad_scale_sqrt_kept + i, last_grad_scale_sqrt);
                 store(noise_kept + i, noise);
@@ -745,7 +768,7 @@ struct mars_bfloat16_3 {
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 25  p = decoupled(p, lr, weight_decay)
                 // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(last_grad_scale_sqrt, scalar_5, scalar_6), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -790,7 +813,7 @@ struct mars_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I last_grad_scale_add_2(last_grad_scale_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I last_grad_scale_sub(last_grad_scale_sub_kept[b]);
@@ -810,7 +833,7 @@ struct mars_bfloat16_3 {
                 const F exp_avg_sq_value_2 = as_float(last_grad_scale_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F last_grad_scale_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(last_grad_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(last_grad_scale_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(last_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul), 12583040.0f)));
@@ -832,6 +855,10 @@ struct mars_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_mul(last_grad_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -1022,8 +1049,14 @@ struct mars_float16_3 {
         {10, -1, 4, WHOLE, true, false, NONE, 9},  // sqrt_tensor_sum_of_c_max_one
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1113,7 +1146,9 @@ struct mars_float16_3 {
 
         // -- elements: decode, update, encode  (specs/mars.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F last_grad_scale_neg(last_grad_scale_neg_kept[b]);
@@ -1152,9 +1187,9 @@ struct mars_float16_3 {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(last_grad_scale_sqrt);
                 const F g_abs = abs(g);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                last_grad_top = larger(last_grad_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                last_grad_top = larger<RAGGED>(last_grad_top, bits(g_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(last_grad_scale_sqrt_kept + i, last_grad_scale_sqrt);
                 store(noise_kept + i, noise);
@@ -1242,7 +1277,7 @@ struct mars_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I last_grad_scale_add_2(last_grad_scale_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I last_grad_scale_sub(last_grad_scale_sub_kept[b]);
@@ -1262,7 +1297,7 @@ struct mars_float16_3 {
                 const F exp_avg_sq_value_2 = as_float(last_grad_scale_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F last_grad_scale_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(last_grad_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(last_grad_scale_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(last_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul), 12583040.0f)));
@@ -1284,6 +1319,10 @@ struct mars_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(last_grad_at, b + TILE / BLOCK);
             const F last_grad_scale_mul(last_grad_scale_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);

@@ -23,8 +23,14 @@ struct muon_float32_no_matrix {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -89,7 +95,7 @@ struct muon_float32_no_matrix {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -121,9 +127,9 @@ struct muon_float32_no_matrix {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(g_sqrt_kept + i, g_sqrt);
@@ -169,6 +175,10 @@ struct muon_float32_no_matrix {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -236,8 +246,14 @@ struct muon_bfloat16_no_matrix {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -303,7 +319,9 @@ struct muon_bfloat16_no_matrix {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -333,9 +351,9 @@ struct muon_bfloat16_no_matrix {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -356,7 +374,7 @@ struct muon_bfloat16_no_matrix {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 // 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
                 const F p_2 = fma(-momentum_buffer, 1.0f / fma(g_sqrt, scalar_2, scalar_3), one_minus_adamw_lr_times_weight_decay * p);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -397,6 +415,9 @@ struct muon_bfloat16_no_matrix {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -490,8 +511,14 @@ struct muon_float16_no_matrix {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -557,7 +584,9 @@ struct muon_float16_no_matrix {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -587,9 +616,9 @@ struct muon_float16_no_matrix {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
                 const I exp_avg_sq_pattern = bits(g_sqrt);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(g_sqrt_kept + i, g_sqrt);
                 store(noise_kept + i, noise);
@@ -671,6 +700,9 @@ struct muon_float16_no_matrix {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             const I g_add(g_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -818,8 +850,14 @@ struct muon_float32_2 {
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[1];        // uint8 [n]  read and written
@@ -862,7 +900,8 @@ struct muon_float32_2 {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -879,7 +918,7 @@ struct muon_float32_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -913,6 +952,8 @@ struct muon_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1098,8 +1139,14 @@ struct muon_bfloat16_2 {
         {6, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[1];        // uint8 [n]  read and written
@@ -1142,7 +1189,8 @@ struct muon_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1159,7 +1207,7 @@ struct muon_bfloat16_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_scale_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -1193,6 +1241,8 @@ struct muon_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul_2(momentum_buffer_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1259,7 +1309,7 @@ struct muon_bfloat16_4 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+            const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -1625,8 +1675,14 @@ struct muon_float32_no_nesterov_2 {
         {5, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[1];        // uint8 [n]  read and written
@@ -1669,7 +1725,7 @@ struct muon_float32_no_nesterov_2 {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1685,7 +1741,7 @@ struct muon_float32_no_nesterov_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -1715,6 +1771,8 @@ struct muon_float32_no_nesterov_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1809,8 +1867,14 @@ struct muon_bfloat16_no_nesterov_2 {
         {6, -1, 2, ELEMENT, false, true, NONE, 3},  // direction
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict momentum_buffer_at = (uint8_t *)at[1];        // uint8 [n]  read and written
@@ -1853,7 +1917,7 @@ struct muon_bfloat16_no_nesterov_2 {
 
         // -- elements: decode, update, encode  (specs/muon.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1869,7 +1933,7 @@ struct muon_bfloat16_no_nesterov_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -1899,6 +1963,8 @@ struct muon_bfloat16_no_nesterov_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);

@@ -96,8 +96,14 @@ struct novograd_float32_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -145,7 +151,7 @@ struct novograd_float32_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -166,7 +172,7 @@ struct novograd_float32_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                exp_avg_top = larger(exp_avg_top, bits(exp_avg_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_scale_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -188,6 +194,9 @@ struct novograd_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -384,8 +393,14 @@ struct novograd_bfloat16_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];            // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -434,7 +449,9 @@ struct novograd_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -456,7 +473,7 @@ struct novograd_bfloat16_3 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F exp_avg_scale_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(exp_avg_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_scale_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
             }
@@ -472,7 +489,7 @@ struct novograd_bfloat16_3 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, exp_avg, p);                           // 26  p = p - lr * exp_avg
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -492,6 +509,10 @@ struct novograd_bfloat16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -618,8 +639,14 @@ struct novograd_float16_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];            // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -668,7 +695,7 @@ struct novograd_float16_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -712,7 +739,7 @@ struct novograd_float16_3 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const F exp_avg_scale_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(exp_avg_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_scale_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -735,6 +762,10 @@ struct novograd_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -853,8 +884,14 @@ struct novograd_float32_grad_averaging_3 {
         {6, -1, 4, WHOLE, true, false, NONE, 4},  // sqrt_exp_avg_sq_2_plus_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                  // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -902,7 +939,7 @@ struct novograd_float32_grad_averaging_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -922,7 +959,7 @@ struct novograd_float32_grad_averaging_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                exp_avg_top = larger(exp_avg_top, bits(exp_avg_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_scale_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -944,6 +981,9 @@ struct novograd_float32_grad_averaging_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1014,8 +1054,14 @@ struct novograd_bfloat16_grad_averaging_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];            // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1064,7 +1110,9 @@ struct novograd_bfloat16_grad_averaging_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1085,7 +1133,7 @@ struct novograd_bfloat16_grad_averaging_3 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F exp_avg_scale_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(exp_avg_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_scale_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
             }
@@ -1101,7 +1149,7 @@ struct novograd_bfloat16_grad_averaging_3 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, exp_avg, p);                           // 26  p = p - lr * exp_avg
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1121,6 +1169,10 @@ struct novograd_bfloat16_grad_averaging_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1219,8 +1271,14 @@ struct novograd_float16_grad_averaging_3 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // sqrt_exp_avg_sq_2_plus_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];            // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1269,7 +1327,7 @@ struct novograd_float16_grad_averaging_3 {
 
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1312,7 +1370,7 @@ struct novograd_float16_grad_averaging_3 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const F exp_avg_scale_abs = abs(exp_avg);
-                exp_avg_top = larger(exp_avg_top, bits(exp_avg_scale_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_scale_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -1335,6 +1393,10 @@ struct novograd_float16_grad_averaging_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg = load(exp_avg_kept + i);

@@ -787,8 +787,14 @@ struct orthograd_float32_has_momentum_5 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -838,7 +844,7 @@ struct orthograd_float32_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -859,7 +865,7 @@ struct orthograd_float32_has_momentum_5 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -881,6 +887,9 @@ struct orthograd_float32_has_momentum_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1190,8 +1199,14 @@ struct orthograd_bfloat16_has_momentum_5 {
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1242,7 +1257,9 @@ struct orthograd_bfloat16_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1264,7 +1281,7 @@ struct orthograd_bfloat16_has_momentum_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F p_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -1280,7 +1297,7 @@ struct orthograd_bfloat16_has_momentum_5 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 32  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1300,6 +1317,10 @@ struct orthograd_bfloat16_has_momentum_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1580,8 +1601,14 @@ struct orthograd_float16_has_momentum_5 {
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1632,7 +1659,7 @@ struct orthograd_float16_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1676,7 +1703,7 @@ struct orthograd_float16_has_momentum_5 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const F p_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -1699,6 +1726,10 @@ struct orthograd_float16_has_momentum_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1919,8 +1950,14 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         {7, -1, 4, WHOLE, true, false, NONE, 5},  // radial
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1971,7 +2008,7 @@ struct orthograd_float32_nesterov_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1994,7 +2031,7 @@ struct orthograd_float32_nesterov_has_momentum_5 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -2016,6 +2053,9 @@ struct orthograd_float32_nesterov_has_momentum_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -2096,8 +2136,14 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2149,7 +2195,7 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2173,9 +2219,9 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const F p_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store_half<2>(p_at + i, p_word);
@@ -2198,6 +2244,10 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -2306,8 +2356,14 @@ struct orthograd_float16_nesterov_has_momentum_5 {
         {8, -1, 4, WHOLE, true, false, NONE, 6},  // radial
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2359,7 +2415,7 @@ struct orthograd_float16_nesterov_has_momentum_5 {
 
         // -- elements: decode, update, encode  (specs/orthograd.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2405,7 +2461,7 @@ struct orthograd_float16_nesterov_has_momentum_5 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const F p_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -2428,6 +2484,10 @@ struct orthograd_float16_nesterov_has_momentum_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F p_mul(p_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);

@@ -100,8 +100,14 @@ struct prodigy_float32_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -202,7 +208,7 @@ struct prodigy_float32_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -245,10 +251,10 @@ struct prodigy_float32_2 {
                 const F d_over_d0_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -307,6 +313,12 @@ struct prodigy_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -477,6 +489,9 @@ struct prodigy_float32_5 {
 
         // -- elements: decode, update  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -840,8 +855,14 @@ struct prodigy_bfloat16_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -890,7 +911,7 @@ struct prodigy_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -911,7 +932,7 @@ struct prodigy_bfloat16_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -935,6 +956,11 @@ struct prodigy_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -1061,8 +1087,14 @@ struct prodigy_bfloat16_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1151,7 +1183,7 @@ struct prodigy_bfloat16_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1189,14 +1221,14 @@ struct prodigy_bfloat16_5 {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -1243,6 +1275,11 @@ struct prodigy_bfloat16_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -1616,8 +1653,14 @@ struct prodigy_float16_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1666,7 +1709,7 @@ struct prodigy_float16_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1695,7 +1738,7 @@ struct prodigy_float16_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -1719,6 +1762,11 @@ struct prodigy_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -1752,8 +1800,14 @@ struct prodigy_float16_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1842,7 +1896,7 @@ struct prodigy_float16_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1904,9 +1958,9 @@ struct prodigy_float16_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -1953,6 +2007,11 @@ struct prodigy_float16_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2215,8 +2274,14 @@ struct prodigy_float32_safeguard_warmup_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                   // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2316,7 +2381,7 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2359,10 +2424,10 @@ struct prodigy_float32_safeguard_warmup_2 {
                 const F d_over_d0_times_d_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -2421,6 +2486,12 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -2605,8 +2676,14 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2655,7 +2732,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2676,7 +2753,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -2700,6 +2777,11 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -2829,8 +2911,14 @@ struct prodigy_float16_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2879,7 +2967,7 @@ struct prodigy_float16_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2908,7 +2996,7 @@ struct prodigy_float16_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -2932,6 +3020,11 @@ struct prodigy_float16_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -3077,8 +3170,14 @@ struct prodigy_float32_use_bias_correction_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3179,7 +3278,7 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -3222,10 +3321,10 @@ struct prodigy_float32_use_bias_correction_2 {
                 const F d_over_d0_times_rate_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -3284,6 +3383,12 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -3657,8 +3762,14 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3707,7 +3818,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -3728,7 +3839,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -3752,6 +3863,11 @@ struct prodigy_bfloat16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -3846,8 +3962,14 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -3936,7 +4058,7 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -3974,14 +4096,14 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
                 const F one_minus_beta1_times_d_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -4028,6 +4150,11 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -4322,8 +4449,14 @@ struct prodigy_float16_use_bias_correction_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];               // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -4372,7 +4505,7 @@ struct prodigy_float16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -4401,7 +4534,7 @@ struct prodigy_float16_use_bias_correction_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -4425,6 +4558,11 @@ struct prodigy_float16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -4458,8 +4596,14 @@ struct prodigy_float16_use_bias_correction_5 {
         {24, -1, 4, WHOLE, true, false, NONE, 11},  // d_2_times_eps
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                     // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -4548,7 +4692,7 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4610,9 +4754,9 @@ struct prodigy_float16_use_bias_correction_5 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(d_sqrt_kept + i, d_sqrt);
@@ -4659,6 +4803,11 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -4924,8 +5073,14 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {15, -1, 4, WHOLE, true, false, NONE, 13},  // one_minus_beta1_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const float *__restrict p_at = (const float *)at[0];                   // float32 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -5025,7 +5180,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -5068,10 +5223,10 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 const F d_over_d0_times_d_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
@@ -5130,6 +5285,12 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
             const I d_add(d_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -5320,8 +5481,14 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // bfloat16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -5370,7 +5537,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -5391,7 +5558,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -5415,6 +5582,11 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);
@@ -5547,8 +5719,14 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {18, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         const uint16_t *__restrict p_at = (const uint16_t *)at[0];            // float16 [n]  read
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -5597,7 +5775,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F s_scale_mul(s_scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -5626,7 +5804,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
@@ -5650,6 +5828,11 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(s_at, b + TILE / BLOCK);
+            fetch<BLOCK>(p0_at, b + TILE / BLOCK);
             const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F s = load(s_kept + i);

@@ -23,8 +23,14 @@ struct rmsprop_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -76,7 +82,7 @@ struct rmsprop_float32 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -102,8 +108,8 @@ struct rmsprop_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_2);
@@ -139,6 +145,9 @@ struct rmsprop_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -196,8 +205,14 @@ struct rmsprop_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -250,7 +265,7 @@ struct rmsprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -277,10 +292,10 @@ struct rmsprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store_half<2>(p_at + i, p_word);
@@ -317,6 +332,10 @@ struct rmsprop_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -399,8 +418,14 @@ struct rmsprop_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -453,7 +478,7 @@ struct rmsprop_float16 {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -502,8 +527,8 @@ struct rmsprop_float16 {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -540,6 +565,10 @@ struct rmsprop_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -642,8 +671,14 @@ struct rmsprop_float32_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -708,7 +743,7 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -741,9 +776,9 @@ struct rmsprop_float32_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -789,6 +824,10 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -855,8 +894,14 @@ struct rmsprop_bfloat16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -922,7 +967,9 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -956,9 +1003,9 @@ struct rmsprop_bfloat16_has_momentum {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
@@ -977,7 +1024,7 @@ struct rmsprop_bfloat16_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1018,6 +1065,11 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1109,8 +1161,14 @@ struct rmsprop_float16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1176,7 +1234,7 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -1232,9 +1290,9 @@ struct rmsprop_float16_has_momentum {
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(p_sqrt);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(p_sqrt_kept + i, p_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -1281,6 +1339,11 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1392,8 +1455,14 @@ struct rmsprop_float32_centered {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                     // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1460,7 +1529,7 @@ struct rmsprop_float32_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1494,8 +1563,8 @@ struct rmsprop_float32_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -1536,7 +1605,7 @@ struct rmsprop_float32_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1554,7 +1623,7 @@ struct rmsprop_float32_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1575,6 +1644,10 @@ struct rmsprop_float32_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -1635,8 +1708,14 @@ struct rmsprop_bfloat16_centered {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1704,7 +1783,7 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1739,10 +1818,10 @@ struct rmsprop_bfloat16_centered {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -1784,7 +1863,7 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -1802,7 +1881,7 @@ struct rmsprop_bfloat16_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1823,6 +1902,11 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -1909,8 +1993,14 @@ struct rmsprop_float16_centered {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];               // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1978,7 +2068,7 @@ struct rmsprop_float16_centered {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2035,8 +2125,8 @@ struct rmsprop_float16_centered {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2078,7 +2168,7 @@ struct rmsprop_float16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -2096,7 +2186,7 @@ struct rmsprop_float16_centered {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2117,6 +2207,11 @@ struct rmsprop_float16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -2222,8 +2317,14 @@ struct rmsprop_float32_centered_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2316,7 +2417,7 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2362,9 +2463,9 @@ struct rmsprop_float32_centered_has_momentum {
                 const F p_abs = abs(momentum_buffer);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2416,7 +2517,7 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -2434,7 +2535,7 @@ struct rmsprop_float32_centered_has_momentum {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2466,6 +2567,11 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -2531,8 +2637,14 @@ struct rmsprop_bfloat16_centered_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2626,7 +2738,9 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2673,9 +2787,9 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
@@ -2696,7 +2810,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise_2 & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise_2 & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2741,7 +2855,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -2759,7 +2873,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2791,6 +2905,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);
@@ -2882,8 +3002,14 @@ struct rmsprop_float16_centered_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2977,7 +3103,7 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -3046,9 +3172,9 @@ struct rmsprop_float16_centered_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
                 const F p_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, square_avg_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(p_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -3101,7 +3227,7 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I p_add(p_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I p_sub(p_sub_kept[b]);
@@ -3119,7 +3245,7 @@ struct rmsprop_float16_centered_has_momentum {
                 const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
                 const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -3151,6 +3277,12 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F grad_avg_value = load(grad_avg_value_kept + i);

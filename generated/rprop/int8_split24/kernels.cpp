@@ -25,8 +25,14 @@ struct rprop_float32 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                    // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -90,7 +96,7 @@ struct rprop_float32 {
 
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -125,9 +131,9 @@ struct rprop_float32 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
-                largest_of_block = larger(largest_of_block, step_size_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
+                prev_top = larger<RAGGED>(prev_top, bits(prev_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
@@ -173,6 +179,10 @@ struct rprop_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_at, b + TILE / BLOCK);
+            fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
             const I prev_scale_add(prev_scale_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
             const I prev_scale_sub(prev_scale_sub_kept[b]);
@@ -241,8 +251,14 @@ struct rprop_bfloat16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];              // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -307,7 +323,7 @@ struct rprop_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -343,12 +359,12 @@ struct rprop_bfloat16 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
-                largest_of_block = larger(largest_of_block, step_size_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
+                prev_top = larger<RAGGED>(prev_top, bits(prev_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
@@ -395,6 +411,11 @@ struct rprop_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_at, b + TILE / BLOCK);
+            fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
             const I prev_scale_add(prev_scale_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
             const I prev_scale_sub(prev_scale_sub_kept[b]);
@@ -489,8 +510,14 @@ struct rprop_float16 {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];              // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -555,7 +582,7 @@ struct rprop_float16 {
 
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -614,9 +641,9 @@ struct rprop_float16 {
                 const I p_kept_ = p_word;
                 const F prev_scale_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                prev_top = larger(prev_top, bits(prev_scale_abs), i, end);
-                largest_of_block = larger(largest_of_block, step_size_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, step_size_pattern, i, end);
+                prev_top = larger<RAGGED>(prev_top, bits(prev_scale_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(step_size_pattern_kept + i, step_size_pattern);
                 store(prev_kept + i, prev);
@@ -663,6 +690,11 @@ struct rprop_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(prev_at, b + TILE / BLOCK);
+            fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
             const I prev_scale_add(prev_scale_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
             const I prev_scale_sub(prev_scale_sub_kept[b]);

@@ -166,8 +166,14 @@ struct sgdw_float32_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -210,7 +216,7 @@ struct sgdw_float32_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -229,7 +235,7 @@ struct sgdw_float32_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_3);
@@ -251,6 +257,9 @@ struct sgdw_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -301,8 +310,14 @@ struct sgdw_bfloat16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -346,7 +361,9 @@ struct sgdw_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -362,7 +379,7 @@ struct sgdw_bfloat16_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -379,7 +396,7 @@ struct sgdw_bfloat16_has_momentum {
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = one_minus_lr_times_weight_decay * p;                 // 24  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, momentum_buffer, p_2);                 // 25  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -399,6 +416,8 @@ struct sgdw_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -475,8 +494,14 @@ struct sgdw_float16_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -520,7 +545,9 @@ struct sgdw_float16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -536,7 +563,7 @@ struct sgdw_float16_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -593,6 +620,8 @@ struct sgdw_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -689,8 +718,14 @@ struct sgdw_float32_nesterov_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -734,7 +769,7 @@ struct sgdw_float32_nesterov_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -753,7 +788,7 @@ struct sgdw_float32_nesterov_has_momentum {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -775,6 +810,9 @@ struct sgdw_float32_nesterov_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -829,8 +867,14 @@ struct sgdw_bfloat16_nesterov_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -875,7 +919,10 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -892,7 +939,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -911,7 +958,7 @@ struct sgdw_bfloat16_nesterov_has_momentum {
                 const F g_cast = g_stored;
                 // 25  p = p - lr * update
                 const F p_2 = fma(one_minus_lr_times_weight_decay, p, -fma(lr_times_momentum, momentum_buffer, lr_times_grad_scale * g_cast));
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -931,6 +978,8 @@ struct sgdw_bfloat16_nesterov_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1011,8 +1060,14 @@ struct sgdw_float16_nesterov_has_momentum {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1057,7 +1112,10 @@ struct sgdw_float16_nesterov_has_momentum {
 
         // -- elements: decode, update, encode  (specs/sgdw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(g_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1074,7 +1132,7 @@ struct sgdw_float16_nesterov_has_momentum {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -1133,6 +1191,8 @@ struct sgdw_float16_nesterov_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);

@@ -25,8 +25,14 @@ struct sm3_float32_no_factored {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                      // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -75,7 +81,7 @@ struct sm3_float32_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -98,8 +104,8 @@ struct sm3_float32_no_factored {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, accumulator_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
                 store(p_at + i, p_2);
@@ -135,6 +141,9 @@ struct sm3_float32_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -187,8 +196,14 @@ struct sm3_bfloat16_no_factored {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -238,7 +253,7 @@ struct sm3_bfloat16_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -263,10 +278,10 @@ struct sm3_bfloat16_no_factored {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
-                largest_of_block = larger(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, accumulator_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
                 store_half<2>(p_at + i, p_word);
@@ -303,6 +318,10 @@ struct sm3_bfloat16_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -381,8 +400,14 @@ struct sm3_float16_no_factored {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -432,7 +457,7 @@ struct sm3_float16_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -479,8 +504,8 @@ struct sm3_float16_no_factored {
                 const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
                 const I p_kept_ = p_word;
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
-                largest_of_block = larger(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, accumulator_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -517,6 +542,10 @@ struct sm3_float16_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -615,8 +644,14 @@ struct sm3_float32_has_momentum_no_factored {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         float *__restrict p_at = (float *)at[0];                          // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -679,7 +714,7 @@ struct sm3_float32_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -709,9 +744,9 @@ struct sm3_float32_has_momentum_no_factored {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -757,6 +792,10 @@ struct sm3_float32_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -822,8 +861,14 @@ struct sm3_bfloat16_has_momentum_no_factored {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -887,7 +932,9 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -916,9 +963,9 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
                 const F g_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
@@ -937,7 +984,7 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 48  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -978,6 +1025,9 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1069,8 +1119,14 @@ struct sm3_float16_has_momentum_no_factored {
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 const float *scalars, int32_t step_key, int32_t stream_key) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     const float *scalars, int32_t step_key, int32_t stream_key) {
+        live ? tile_of<true>(at, blocks, live, first, scalars, step_key, stream_key) : tile_of<false>(at, blocks, live, first, scalars, step_key, stream_key);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    const float *scalars, int32_t step_key, int32_t stream_key) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                    // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1134,7 +1190,9 @@ struct sm3_float16_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -1163,9 +1221,9 @@ struct sm3_float16_has_momentum_no_factored {
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
                 const F g_abs = abs(momentum_buffer);
-                largest_of_block = larger(largest_of_block, accumulator_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
@@ -1245,6 +1303,9 @@ struct sm3_float16_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I g_add(g_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -1671,8 +1732,14 @@ struct sm3_float32_has_momentum_1 {
         {7, 9, 4, COLUMN, false, true, LARGEST, 6},  // accumulator_col_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         float *__restrict p_at = (float *)at[0];                            // float32 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1721,7 +1788,7 @@ struct sm3_float32_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -1741,7 +1808,7 @@ struct sm3_float32_has_momentum_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -1764,6 +1831,9 @@ struct sm3_float32_has_momentum_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1946,8 +2016,14 @@ struct sm3_bfloat16_has_momentum_1 {
         {8, 10, 4, COLUMN, false, true, LARGEST, 7},  // accumulator_col_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // bfloat16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -1997,7 +2073,9 @@ struct sm3_bfloat16_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2016,7 +2094,7 @@ struct sm3_bfloat16_has_momentum_1 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_row_2_at + i, total);
@@ -2033,7 +2111,7 @@ struct sm3_bfloat16_has_momentum_1 {
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
                 const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 48  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2053,6 +2131,8 @@ struct sm3_bfloat16_has_momentum_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -2264,8 +2344,14 @@ struct sm3_float16_has_momentum_1 {
         {8, 10, 4, COLUMN, false, true, LARGEST, 7},  // accumulator_col_2
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         uint16_t *__restrict p_at = (uint16_t *)at[0];                      // float16 [n]  read and written
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
@@ -2315,7 +2401,9 @@ struct sm3_float16_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b);
+            fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
@@ -2334,7 +2422,7 @@ struct sm3_float16_has_momentum_1 {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_row_2_at + i, total);
@@ -2391,6 +2479,8 @@ struct sm3_float16_has_momentum_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F momentum_buffer = load(momentum_buffer_kept + i);

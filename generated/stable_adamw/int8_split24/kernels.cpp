@@ -35,8 +35,14 @@ struct stable_adamw_float32_1 {
         {6, 9, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_surprise
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];              // uint8 [n]  read and written
@@ -105,7 +111,7 @@ struct stable_adamw_float32_1 {
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -131,8 +137,8 @@ struct stable_adamw_float32_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
@@ -173,7 +179,7 @@ struct stable_adamw_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -191,7 +197,7 @@ struct stable_adamw_float32_1 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -212,6 +218,9 @@ struct stable_adamw_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -312,6 +321,9 @@ struct stable_adamw_float32_3 {
 
         // -- elements: decode, update  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -475,8 +487,14 @@ struct stable_adamw_bfloat16_1 {
         {7, 10, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_surprise
     };
 
-    OPTGEN_ONCE static void tile(char *const *at, int blocks, const int *live, int32_t first,
-                                 int row_mask, const Known &known) {
+    static void tile(char *const *at, int blocks, const int *live, int32_t first,
+                     int row_mask, const Known &known) {
+        live ? tile_of<true>(at, blocks, live, first, row_mask, known) : tile_of<false>(at, blocks, live, first, row_mask, known);
+    }
+
+    template <bool RAGGED>
+    OPTGEN_ONCE static void tile_of(char *const *at, int blocks, const int *live, int32_t first,
+                                    int row_mask, const Known &known) {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[0];
         uint8_t *__restrict exp_avg_at = (uint8_t *)at[1];              // uint8 [n]  read and written
@@ -545,7 +563,7 @@ struct stable_adamw_bfloat16_1 {
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -572,8 +590,8 @@ struct stable_adamw_bfloat16_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                largest_of_block = larger(largest_of_block, exp_avg_sq_pattern, i, end);
-                smallest_of_block = smaller(smallest_of_block, exp_avg_sq_pattern, i, end);
+                largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
+                smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
@@ -614,7 +632,7 @@ struct stable_adamw_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const int end = b * BLOCK + (live ? live[b] : BLOCK);
+            const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I g_add_2(g_add_2_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I g_sub(g_sub_kept[b]);
@@ -632,7 +650,7 @@ struct stable_adamw_bfloat16_1 {
                 const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_2 * exp_avg_sq_step_2);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
                 const F g_abs = abs(exp_avg_value);
-                exp_avg_top = larger(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -653,6 +671,9 @@ struct stable_adamw_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F g_mul(g_mul_kept[b]);
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
                 const F exp_avg_value = load(exp_avg_value_kept + i);
@@ -772,6 +793,10 @@ struct stable_adamw_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
@@ -795,7 +820,7 @@ struct stable_adamw_bfloat16_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + ((noise & 255) + 32768);
+                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1030,6 +1055,10 @@ struct stable_adamw_float16_3 {
 
         // -- elements: decode, update, encode  (specs/stable_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);

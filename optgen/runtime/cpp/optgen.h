@@ -61,27 +61,47 @@ struct Larger {
 struct Smaller {
     I operator()(I a, I b) const { return min(a, b); }
 };
-// The larger (smaller) of what was found so far and x, lanes from `end` on left out.
-inline I larger(I most, I x, int i, int end) {
-    if (__builtin_expect(i + W > end, 0))
+// The larger (smaller) of what was found so far and x; of a ragged block, lanes from `end` on left out.
+template <bool RAGGED> inline I larger(I most, I x, int i, int end) {
+    if (RAGGED && i + W > end)
         x = where(iota(i) < I(end), x, I(INT32_MIN));
     return max(most, x);
 }
-inline I smaller(I least, I x, int i, int end) {
-    if (__builtin_expect(i + W > end, 0))
+template <bool RAGGED> inline I smaller(I least, I x, int i, int end) {
+    if (RAGGED && i + W > end)
         x = where(iota(i) < I(end), x, I(INT32_MAX));
     return min(least, x);
 }
 inline I largest(const I *rows) { return across(rows, Larger()); }
 inline I smallest(const I *rows) { return across(rows, Smaller()); }
 
+// N entries from the b-th N on, on their way to the first-level cache; a line once.  Any address may be asked for.
+template <int N, class T> inline void fetch(const T *p, int b) {
+    constexpr int size = N * (int)sizeof(T);
+    if (size % 64 == 0 || b * size % 64 == 0)
+        for (int at = 0; at < size; at += 64)
+            __builtin_prefetch((const char *)(p + (int64_t)b * N) + at);
+}
+
 // -- codes of fewer than 8 bits: a byte holds those of neighbours, the first one in its lowest bits
 
+// Codes are halved until they are as wide as wanted: compilers turn a loop of two into vectors, not one of eight (32
+// cycles for 16 codes of a bit or two, 4 this way).
 template <int BITS> inline void unpack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
-    constexpr int n = 8 / BITS;
-    for (int j = 0; j < count / n; j++)
-        for (int k = 0; k < n; k++)
-            to[j * n + k] = (uint8_t)(from[j] >> (k * BITS) & ((1 << BITS) - 1));
+    constexpr int most = 256, mask = (1 << BITS) - 1;
+    uint8_t room[most / 2];
+    for (int start = 0; start < count; start += most) {
+        const int pairs = (count - start < most ? count - start : most) / 2;
+        const uint8_t *pair = from + start * BITS / 8;
+        if constexpr (BITS < 4) {
+            unpack<2 * BITS>(room, pair, pairs);
+            pair = room;
+        }
+        for (int j = 0; j < pairs; j++) {
+            to[start + 2 * j] = (uint8_t)(pair[j] & mask);
+            to[start + 2 * j + 1] = (uint8_t)(pair[j] >> BITS & mask);
+        }
+    }
 }
 template <int BITS> inline void pack(uint8_t *__restrict to, const uint8_t *__restrict from, int count) {
     constexpr int n = 8 / BITS;
