@@ -109,7 +109,7 @@ def daily_pairs() -> list[tuple[str, str]]:
 
 
 def full_cells() -> Iterator[Cell]:
-    """The whole product."""
+    """The whole product, also the cells that no tensor falls into (`is_met`)."""
     for spec, plan in pairs():
         for flags, param in itertools.product(settings_of(spec), PARAMS):
             yield Cell(spec, plan, param, flags)
@@ -119,6 +119,11 @@ def full_cells() -> Iterator[Cell]:
             vector = Cell(spec, plan, param, flags, vector=True)
             if has_vector(vector):
                 yield vector
+
+
+def is_met(cell: Cell) -> bool:
+    """Whether any tensor falls into a cell: shapes decide some flags, and which tensors are vectors for a plan."""
+    return not any(f.shape for f in spec_of(cell.spec).flags) or bool(fitting(cell, SHAPES + REDUCED))
 
 
 def has_small(cell: Cell) -> bool:
@@ -478,7 +483,9 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
     pair = None if several else Pair(built.spec, built.compiled.strict, folder)
     draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
     reports = []
-    for shape in shapes or fitting(cell, SHAPES + REDUCED * several):
+    shapes = tuple(shapes) or fitting(cell, SHAPES + REDUCED * several)
+    assert shapes, f"no tensor falls into {cell}"
+    for shape in shapes:
         run = Run(built, torch.randn(shape, generator=draw), lr=1e-2, weight_decay=1e-2)
         for _ in range(steps):
             size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))

@@ -348,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="do not go on from what earlier runs found")
     chosen = parser.parse_args(arguments)
     until = time.monotonic() + 60 * chosen.minutes
-    every = drawn(product.full_cells(), chosen.seed)
+    every = [cell for cell in drawn(product.full_cells(), chosen.seed) if product.is_met(cell)]
     cells = every[: chosen.sample]
     kept = Kept(KEPT, chosen.fresh)
     found: dict[Cell, Outcome] = {}
