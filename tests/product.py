@@ -6,8 +6,11 @@ as `optgen build`; a `Run` trains one tensor with its strict reference, and can 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
+import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,7 +33,7 @@ from optgen.ir.node import postorder
 from optgen.lang.spec import Matrix, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
-from optgen.runtime import layout, native, sums
+from optgen.runtime import launch, layout, native, sums
 from optgen.runtime.keys import step_key, stream_key
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
@@ -105,7 +109,7 @@ def daily_pairs() -> list[tuple[str, str]]:
 
 
 def full_cells() -> Iterator[Cell]:
-    """The whole product."""
+    """The whole product, also the cells that no tensor falls into (`is_met`)."""
     for spec, plan in pairs():
         for flags, param in itertools.product(settings_of(spec), PARAMS):
             yield Cell(spec, plan, param, flags)
@@ -115,6 +119,11 @@ def full_cells() -> Iterator[Cell]:
             vector = Cell(spec, plan, param, flags, vector=True)
             if has_vector(vector):
                 yield vector
+
+
+def is_met(cell: Cell) -> bool:
+    """Whether any tensor falls into a cell: shapes decide some flags, and which tensors are vectors for a plan."""
+    return not any(f.shape for f in spec_of(cell.spec).flags) or bool(fitting(cell, SHAPES + REDUCED))
 
 
 def has_small(cell: Cell) -> bool:
@@ -377,6 +386,75 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
     return out
 
 
+def takes_stages(cell: Cell) -> bool:
+    """Whether a step of the cell takes several kernels."""
+    return len(build(cell).compiled.strict.stages) > 1
+
+
+def optimizer_class(cell: Cell, folder: Path) -> Any:
+    """The optimizer of one cell in strict maths, from a package of its own: as `optgen build` prints it."""
+    spec, flags = spec_of(cell.spec), flags_of(cell)
+    plan = plan_of(cell.plan) if cell.small else plan_of(cell.plan).but(name=cell.plan, small_numel=0)
+    # What shapes and steps decide is not chosen: the runtime takes the case that fits.
+    chosen = [f.name for f in spec.flags if f.shape is None and f.every is None]
+    cases = [
+        case
+        for case in targets.cases(spec, plan)
+        if case.param.torch == cell.param
+        # The runtime asks for the case of large tensors, and of matrices, too.
+        and case.small <= cell.small
+        and case.vector <= cell.vector
+        and all(case.flags[name] == flags[name] for name in chosen)
+    ]
+    name = "cell_" + re.sub(r"\W", "_", str(cell))
+    for file, text in emit.emit_plan(spec, plan, maths="strict", cases=cases).items():
+        (folder / name / cell.plan).mkdir(parents=True, exist_ok=True)
+        (folder / name / cell.plan / file).write_text(text, encoding="utf-8")
+    (folder / name / "__init__.py").write_text(emit.emit_class(spec, (cell.plan,)), encoding="utf-8")
+    found = importlib.util.spec_from_file_location(
+        name, folder / name / "__init__.py", submodule_search_locations=[str(folder / name)]
+    )
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return getattr(module, spec.class_name)
+
+
+def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
+    """What the strict kernels of a step of several stages and the eager reference do not have in common.
+
+    All shapes are trained together, through the runtime.  Needs a process that interprets Triton kernels.
+    """
+    made, spec = optimizer_class(cell, folder), spec_of(cell.spec)
+    options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
+    flags = flags_of(cell)
+    options |= {f.name: flags[f.name] for f in spec.flags if f.shape is None and f.every is None and not f.nonzero}
+    shapes = fitting(cell, SHAPES + REDUCED)
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for backend in ("reference", "triton", *(("cpp",) if native.compiler() is not None else ())):
+        draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
+        params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(getattr(torch, cell.param))) for s in shapes]
+        opt = made(params, **options, plan=cell.plan, backend=backend)
+        with mock.patch.object(launch, "able", wraps=launch.able) as asked:
+            for _ in range(steps):
+                for p in params:
+                    size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
+                    p.grad = (torch.randn(p.shape, generator=draw) * size).to(p.dtype)
+                opt.step()
+        used = {launch.able(*call.args) for call in asked.call_args_list}
+        assert used == {backend}, f"{cell}: {used} in the place of {backend}"
+        kept[backend] = [{"p": p.detach(), **opt.state[p]} for p in params]
+    found = []
+    for backend, after in kept.items():
+        for shape, ours, theirs in zip(shapes, after, kept["reference"], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, x in theirs.items():
+                same = harness.same_bits(ours[name], x) if isinstance(x, Tensor) else ours[name] == x
+                found += [] if same else [f"{name} of {shape} by {backend}"]
+    return found
+
+
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Whether two sets of buffers hold the same bits."""
     return a.keys() == b.keys() and all(
@@ -405,7 +483,9 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
     pair = None if several else Pair(built.spec, built.compiled.strict, folder)
     draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
     reports = []
-    for shape in shapes or fitting(cell, SHAPES + REDUCED * several):
+    shapes = tuple(shapes) or fitting(cell, SHAPES + REDUCED * several)
+    assert shapes, f"no tensor falls into {cell}"
+    for shape in shapes:
         run = Run(built, torch.randn(shape, generator=draw), lr=1e-2, weight_decay=1e-2)
         for _ in range(steps):
             size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))

@@ -94,7 +94,7 @@ def test_the_folder_it_runs_in_changes_no_byte(
         monkeypatch.chdir(folder)
         out = tmp_path_factory.mktemp("out")
         run(names=(os.path.relpath(file),), plans=("fp32",), out=str(out))
-        run(names=("lion",), plans=("fp32",), out=str(out))
+        run(names=("fromage",), plans=("fp32",), out=str(out))
         made[folder] = content(out)
     assert b"specs/first.py" in made[project]["first/fp32/reference.py"]
     assert all(files == made[project] for files in made.values())

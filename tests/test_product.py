@@ -32,7 +32,7 @@ def daily_cells() -> list[Cell]:
 def cells() -> list[object]:
     """All of the product; what is not for every day is marked."""
     daily = daily_cells()
-    rest = [cell for cell in product.full_cells() if cell not in set(daily)]
+    rest = [cell for cell in product.full_cells() if cell not in set(daily) and product.is_met(cell)]
     sampled = set(product.sample(rest, SAMPLED, int(os.environ["OPTGEN_SAMPLE_SEED"])))
     marked = [pytest.param(c, id=str(c), marks=() if c in sampled else pytest.mark.full) for c in rest]
     return [*(pytest.param(c, id=str(c)) for c in daily), *marked]

@@ -50,8 +50,8 @@ RESERVED = frozenset(
     "read_row register reinterpret_cast requires return rint rotl run SCALARS scalars search short sign signed "
     "sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key store "
     "store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile "
-    "tile_of to_float to_int true try typedef typeid typename U16 U8 unpack uint16_t uint8_t union unsigned using V4d V4f "
-    "V4i V4u virtual void volatile W walk wchar_t where while widen widen_half widened width xor xor_eq".split()
+    "tile_of to_float to_int true try typedef typeid typename U16 U8 unpack uint16_t uint8_t union unsigned using V4d "
+    "V4f V4i V4u virtual void volatile W walk wchar_t where while widen widen_half widened width xor xor_eq".split()
 )
 
 

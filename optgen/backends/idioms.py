@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from optgen.ir.node import Node, is_const
 from optgen.ops import dtypes, spaces
@@ -23,6 +24,7 @@ class Idiom:
     plus: int = 0
 
 
+@cache
 def idiom(node: Node) -> Idiom | None:
     """What the node is in fast maths; None where it is printed as it stands."""
     if node.space != spaces.elem:

@@ -8,10 +8,9 @@ tiles are unmasked; the tail of a tensor, and tensors whose rows end within a bl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from optgen.backends.idioms import idiom, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
@@ -20,7 +19,7 @@ from optgen.backends.reference import assemble, bound_lines
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
-from optgen.ir.ranges import Interval, ranges
+from optgen.ir.ranges import Interval, Intervals, ranges
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
 
@@ -49,13 +48,17 @@ class TritonPrinter(Printer):
     keeps = False
     function = ""
 
-    def __init__(self, program: Program, intervals: Mapping[int, Interval]) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__(FAST if program.maths == "fast" else STRICT, {})
         self.program = program
-        self.intervals = intervals
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """Those of the kernel's values."""
+        return Intervals(scalar_ranges(self.program))
 
     def nonneg(self, node: Node) -> bool:
-        return self.intervals.get(node.uid, (-math.inf, 0))[0] >= 0
+        return self.intervals(node)[0] >= 0
 
     def operand(self, user: Node, node: Node, level: int = 0) -> str:
         """An operand of `user`; a block's value beside elements is broadcast along the block."""
@@ -416,17 +419,17 @@ def tile(
     places  the arguments that say which elements are meant
     """
     program, sweep = schedule.program, schedule.sweep
-    roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
-    printer = kind(program, ranges(roots, scalar_ranges(program)))
+    printer = kind(program)
     printer.function = function
     # A store stands where its value is known: what only it reads is needed no longer.
     lets, waiting = _lets(schedule), [s for s in sweep.stores if program.buffer(s.buffer).role != "partial"]
+    last = {let.node.uid: i for i, let in enumerate(lets)}
+    ready = {s.buffer: max((last.get(n.uid, 0) for n in printed([s.node])), default=0) for s in waiting}
     lines = bound_lines((), printer)
     for i, let in enumerate(lets):
         for stage, new in bound_lines((let,), printer).items():
             lines[stage] += new
-        later = {x.node.uid for x in lets[i + 1 :]}
-        for s in [s for s in waiting if later.isdisjoint(n.uid for n in printed([s.node]))]:
+        for s in [s for s in waiting if ready[s.buffer] <= i]:
             waiting.remove(s)
             lines["encode"].append((_put(program, s, printer), ""))
     lines["encode"] += [(_put(program, s, printer), "") for s in waiting]

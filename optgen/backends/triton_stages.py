@@ -37,7 +37,6 @@ from optgen.backends.triton import (
     numbers,
     pointers,
     registers,
-    scalar_ranges,
     terms,
     tile,
     tile_elements,
@@ -46,7 +45,6 @@ from optgen.backends.triton import (
 )
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Stage, Step
-from optgen.ir.ranges import Interval, ranges
 from optgen.ops import spaces
 from optgen.ops.prims import GATHERS
 
@@ -444,8 +442,8 @@ def _flat_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
 class RoundPrinter(TritonPrinter):
     """A printer of work over the entries of a small space."""
 
-    def __init__(self, program: Program, intervals: dict[int, Interval]) -> None:
-        super().__init__(program, intervals)
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
         self.spell = {**self.spell, "load": self._load, **dict.fromkeys(GATHERS, self._gather)}
 
     def _load(self, _: object, n: Node) -> tuple[str, int]:
@@ -560,8 +558,7 @@ class _Round:
     def values(self) -> list[str]:
         """The function for some entries: it stores, and returns the terms of the round's reductions."""
         sweep = self.schedule.sweep
-        roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
-        printer = RoundPrinter(self.program, ranges(roots, scalar_ranges(self.program)))
+        printer = RoundPrinter(self.program)
         host = [let.name for let in self.program.host]
         names = [x for x in self.pointers if x[:-4] not in {b.name for t in self.terms for b in t.partials}]
         names += [*self.extents, *self._lets(), *host, *(["STORED: tl.constexpr"] if self.twice else [])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import optgen
 from optgen import passes
 from optgen.backends import cpp, cpp_stages, host, reference, triton, triton_stages, wrapper
 from optgen.backends.host import Unpack
+from optgen.base.loc import relative
 from optgen.driver import explain, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, field_name
@@ -50,19 +51,25 @@ class Pool:
 
     def add(self, wanted: str, make: Callable[[str], list[str]], scalars: Sequence[str] = ()) -> str:
         """The name under which `make(name) -> lines` stands; an equal one made before is used again."""
-        marker = "\n".join(make("@"))
-        if scalars:
-            place = {name: f"${i}" for i, name in enumerate(scalars)}
-            # Comments are aligned to names' lengths, so blanks do not count either.
-            marker = re.sub(r"\s+", " ", re.sub(r"\w+", lambda m: place.get(m[0], m[0]), marker))
-        if marker not in self.names:
-            name, k = wanted, 1
-            while name in self.names.values():
-                k += 1
-                name = f"{wanted}_{k}"
-            self.names[marker] = name
+        name, new = self.name(wanted, make("@"), scalars)
+        if new:
             self.functions.append(make(name))
-        return self.names[marker]
+        return name
+
+    def name(self, wanted: str, lines: Sequence[str], scalars: Sequence[str] = ()) -> tuple[str, bool]:
+        """The name of a function that is printed as these lines under the name @, and whether it is a new one."""
+        marker = "\n".join(lines)
+        if scalars:
+            # Comments are aligned to names' lengths, so blanks do not count either.
+            marker = " ".join(_replaced(marker, {name: f"${i}" for i, name in enumerate(scalars)}).split())
+        if marker in self.names:
+            return self.names[marker], False
+        name, k = wanted, 1
+        while name in self.names.values():
+            k += 1
+            name = f"{wanted}_{k}"
+        self.names[marker] = name
+        return name, True
 
     def keep(self, marker: str, name: str, lines: list[str]) -> str:
         """As `add` of what is printed already, under a name of its own."""
@@ -85,17 +92,20 @@ class Functions:
     warps: dict[str, int] = field(default_factory=dict)
     dense: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, step: Step, name: str, source: str) -> dict[str, str]:
-        """Print a step; its stages' kernels -> the names under which they stand."""
+    def add(self, step: Step, name: str, source: str, under_at: Sequence[str] | None = None) -> dict[str, str]:
+        """Print a step; its stages' kernels -> the names under which they stand.
+
+        under_at  the lines under the name @, where they are known already
+        """
         found = triton_stages.kernels(step, name, source)
         # Lines are wrapped by the lengths of names: functions are compared as they would be under one short name.
-        compared = triton_stages.kernels(step, "@", source).lines
+        compared = triton_stages.kernels(step, "@", source).lines if under_at is None else under_at
         renamed: dict[str, str] = {}
         for lines, same in zip(_units(found.lines), _units(compared), strict=True):
             own, short = _defined(lines), _defined(same)
             kept = {x.replace(name, "@", 1): y for x, y in renamed.items()} | {short: "@"}
-            marker = "\n".join(_replaced(same, kept))
-            renamed[own] = self.pool.keep(marker, own, _replaced(lines, renamed))
+            marker = _replaced("\n".join(same), kept)
+            renamed[own] = self.pool.keep(marker, own, _replaced("\n".join(lines), renamed).split("\n"))
             renamed[f"{own}_flat"] = f"{renamed[own]}_flat"
         self.tiles |= {renamed[key]: value for key, value in found.tiles.items()}
         self.limits |= {renamed[key]: value for key, value in found.limits.items()}
@@ -122,20 +132,32 @@ def _defined(unit: Sequence[str]) -> str:
     return unit[1].removeprefix("def ").split("(")[0]
 
 
-def _replaced(lines: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    """The lines with whole words replaced."""
-    return [re.sub(r"@?\w+", lambda m: names.get(m[0], m[0]), line) for line in lines] if names else list(lines)
+_WORDS = re.compile(r"(@?\w+)")
+
+
+def _replaced(text: str, names: dict[str, str]) -> str:
+    """The text with whole words replaced; an @ before a word is part of it."""
+    if not names:
+        return text
+    parts = _WORDS.split(text)
+    return "".join(map(names.get, parts, parts))
 
 
 def compile_case(spec: Spec, case: Case, maths: Maths = "fast") -> Compiled:
     """Lower one case and run the passes; strict for the reference, `maths` for the kernels."""
     program = lower(spec, case.flags, case.storage)
     pieces = passes.cut(program)
-    strict = passes.step(program, "strict", pieces=pieces)
-    fast = strict if maths == "strict" else passes.step(program, "fast", pieces=pieces)
+    strict = _placed(spec, passes.step(program, "strict", pieces=pieces))
+    fast = strict if maths == "strict" else _placed(spec, passes.step(program, "fast", pieces=pieces))
     decode = passes.step(lower_decode(spec, case.storage), "strict")
     encode = passes.step(lower_encode(spec, case.storage), "strict")
     return Compiled(case, strict, fast, decode, encode)
+
+
+def _placed(spec: Spec, step: Step) -> Step:
+    """The step with the spec's file, in what its stages say of their lines, under the name that generated text has."""
+    here, name = relative(spec.loc.file), targets.source_name(spec.loc.file)
+    return replace(step, stages=tuple(replace(s, why=s.why.replace(f"({here}:", f"({name}:")) for s in step.stages))
 
 
 def _nodes(program: Program) -> Any:
@@ -188,9 +210,11 @@ def header(spec: Spec, plan: Plan, backend: str, compiled: list[Compiled], maths
     return "\n".join(lines)
 
 
-def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str]:
-    """File name -> text of generated/<spec>/<plan>/."""
-    compiled = [compile_case(spec, case, maths) for case in targets.cases(spec, plan)]
+def emit_plan(
+    spec: Spec, plan: Plan, *, maths: Maths = "fast", cases: Iterable[Case] | None = None
+) -> dict[str, str]:
+    """File name -> text of generated/<spec>/<plan>/; `cases`: of which alone, all of them by default."""
+    compiled = [compile_case(spec, case, maths) for case in (targets.cases(spec, plan) if cases is None else cases)]
     scalars, steps, codecs, kernels = Pool(), Pool(), Pool(), Pool()
     cpp_kernels: dict[str, list[str]] = {}  # under the names of the Triton kernels that do the same
     cpp_parts = Pool()  # of steps that take several stages
@@ -211,9 +235,6 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         def kernel(name: str, c: Compiled = c) -> list[str]:
             return triton.kernel(c.fast.stages[0].schedule, name, source)
 
-        def staged(name: str, c: Compiled = c) -> list[str]:
-            return triton_stages.kernels(c.fast, name, source).lines
-
         def code(name: str, c: Compiled = c) -> list[str]:
             return [
                 *reference.decode_function(c.decode, f"{name}_decode"),
@@ -228,9 +249,10 @@ def emit_plan(spec: Spec, plan: Plan, *, maths: Maths = "fast") -> dict[str, str
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
         if len(c.fast.stages) > 1:
-            kernel_name = whole.add(wanted, staged, [let.name for let in c.fast.host])
-            if kernel_name not in cpp_steps:
-                names |= functions.add(c.fast, kernel_name, source)
+            lines = triton_stages.kernels(c.fast, "@", source).lines
+            kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
+            if new:
+                names |= functions.add(c.fast, kernel_name, source, lines)
                 helpers |= set(triton_stages.needs(c.fast))
                 cpp_steps[kernel_name] = _cpp_step(c.fast, kernel_name, source, cpp_parts)
             row = _variant_row(spec, c, wanted, strict_host, fast_host, reference_name, kernel_name, codec_name)

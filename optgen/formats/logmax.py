@@ -16,7 +16,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.blocked import NOISE_BITS, check_block
+from optgen.formats.coded import NOISE_BITS, check_block
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32

@@ -61,8 +61,8 @@ _table: dict[tuple[Any, ...], Node] = {}
 
 
 def _make(op: str, args: tuple[Node, ...], attr: Any, dtype: DType, space: Space) -> Node:
-    # repr() tells 0.0 from -0.0 and 1 from 1.0, which == does not.
-    key = (op, tuple(a.uid for a in args), repr(attr), dtype.name, space)
+    # repr() tells 0.0 from -0.0 and 1 from 1.0, which == does not.  Nodes hash and compare by identity.
+    key = (op, args, attr if attr is None else repr(attr), dtype.name, space)
     node = _table.get(key)
     if node is None:
         node = object.__new__(Node)
@@ -141,7 +141,7 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
 def rebuild(node: Node, args: Iterable[Node]) -> Node:
     """The same operation on other operands, retyped."""
     new = tuple(args)
-    if all(a is b for a, b in zip(new, node.args, strict=True)):
+    if new == node.args:  # nodes are equal where they are the same
         return node
     return op(node.op, *new, attr=node.attr)
 
@@ -156,28 +156,37 @@ def postorder(roots: Iterable[Node]) -> tuple[Node, ...]:
 
 @lru_cache(maxsize=256)  # a stage and the checks after it look at the same roots several times
 def _postorder(roots: tuple[Node, ...]) -> tuple[Node, ...]:
-    seen: set[int] = set()
+    seen: set[Node] = set()
+    return tuple(node for root in roots for node in unseen(root, seen))
+
+
+def unseen(root: Node, seen: set[Node]) -> list[Node]:
+    """The nodes below a root that are not in `seen`, in the order of `postorder`; afterwards they are.
+
+    `seen` holds with a node everything below it.
+    """
     out: list[Node] = []
-    for root in roots:
-        stack: list[Node | None] = [root]
-        path: list[Node] = []  # whose operands are being looked at; None on the stack ends the last one's
-        while stack:
-            node = stack.pop()
-            if node is None:
-                node = path.pop()
-                if node.uid not in seen:
-                    seen.add(node.uid)
-                    out.append(node)
-            elif node.uid not in seen:
-                waiting = [a for a in node.args if a.uid not in seen]
-                if waiting:
-                    path.append(node)
-                    stack.append(None)
-                    stack.extend(reversed(waiting))
-                else:
-                    seen.add(node.uid)
-                    out.append(node)
-    return tuple(out)
+    if root in seen:
+        return out
+    stack: list[Node | None] = [root]
+    path: list[Node] = []  # whose operands are being looked at; None on the stack ends the last one's
+    while stack:
+        node = stack.pop()
+        if node is None:
+            node = path.pop()
+        elif node in seen:
+            continue
+        elif node.args:
+            waiting = [a for a in node.args if a not in seen]
+            if waiting:
+                path.append(node)
+                stack.append(None)
+                waiting.reverse()
+                stack += waiting
+                continue
+        seen.add(node)
+        out.append(node)
+    return out
 
 
 class Rewriter:
@@ -185,24 +194,29 @@ class Rewriter:
 
     def __init__(self, rule: Callable[[Node], Node]) -> None:
         self.rule = rule
-        self.memo: dict[int, Node] = {}
+        self.memo: dict[Node, Node] = {}
 
     def __call__(self, root: Node) -> Node:
-        memo = self.memo
-        stack = [root]
-        while stack:  # as `postorder` goes, but not again below what is done
-            node = stack[-1]
-            if node.uid in memo:
-                stack.pop()
+        memo, rule = self.memo, self.rule
+        stack: list[Node | None] = [root]
+        path: list[Node] = []
+        while stack:  # as `unseen` goes
+            node = stack.pop()
+            if node is None:
+                node = path.pop()
+            elif node in memo:
                 continue
-            waiting = [a for a in node.args if a.uid not in memo]
-            if waiting:
-                stack.extend(reversed(waiting))
-                continue
-            stack.pop()
-            done = rebuild(node, [memo[a.uid] for a in node.args]) if node.args else node
-            memo[node.uid] = self.rule(done)
-        return memo[root.uid]
+            elif node.args:
+                waiting = [a for a in node.args if a not in memo]
+                if waiting:
+                    path.append(node)
+                    stack.append(None)
+                    waiting.reverse()
+                    stack += waiting
+                    continue
+            args = tuple([memo[a] for a in node.args])
+            memo[node] = rule(node if args == node.args else op(node.op, *args, attr=node.attr))
+        return memo[root]
 
 
 def is_const(node: Node, value: float | None = None) -> bool:

@@ -62,6 +62,10 @@ class Let:
     line: str = ""  # the author's source line, stripped
     doc: str = ""  # a comment for lets that no author's line made
 
+    def of(self, node: Node) -> Let:
+        """The same name for another node."""
+        return self if node is self.node else Let(self.name, node, self.stage, self.loc, self.line, self.doc)
+
 
 @dataclass(frozen=True)
 class Store:
@@ -115,11 +119,9 @@ class Program:
 
     def map(self, f: Callable[[Node], Node]) -> Program:
         """The program with f applied to every let and store of the body."""
-        return replace(
-            self,
-            body=tuple(replace(let, node=f(let.node)) for let in self.body),
-            stores=tuple(replace(s, node=f(s.node)) for s in self.stores),
-        )
+        body = tuple([let.of(f(let.node)) for let in self.body])
+        stores = tuple([s if (new := f(s.node)) is s.node else Store(s.buffer, new) for s in self.stores])
+        return replace(self, body=body, stores=stores)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Stage:
     @cached_property
     def call(self) -> str:
         """The function of whole matrices that the stage is; "" for a kernel."""
-        found = (n.attr for s in self.schedule.sweep.stores for n in postorder([s.node]) if n.op == "call")
+        found = (n.attr for n in postorder([s.node for s in self.schedule.sweep.stores]) if n.op == "call")
         return str(next(found, ""))
 
     @property

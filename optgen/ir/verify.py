@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule
@@ -50,13 +51,26 @@ def _arithmetic(node: Node) -> Iterator[str]:
 
 NODE_CHECKS: tuple[Callable[[Node], Iterator[str]], ...] = (_operands, _arithmetic)
 
-_sound: set[int] = set()  # uids of nodes that passed: a node never changes, and most outlive many passes
+_sound: set[Node] = set()  # nodes that passed: a node never changes, and most outlive many passes
+
+
+@lru_cache(maxsize=256)  # most stages leave the nodes of some programs as they are
+def _looked_at(roots: tuple[Node, ...]) -> tuple[tuple[str, ...], tuple[Node, ...]]:
+    """What does not hold of the nodes below the roots, and the loads among them."""
+    order = postorder(roots)
+    faults = []
+    if not _sound.issuperset(order):
+        nodes = [node for node in order if node not in _sound]
+        faults = [f for node in nodes for check in NODE_CHECKS for f in check(node)]
+        if not faults:
+            _sound.update(nodes)
+    return tuple(faults), tuple([node for node in order if node.op == "load"])
 
 
 def _loads(p: Program) -> Iterator[str]:
     known = {b.name: b for b in p.buffers}
-    for node in postorder(p.roots()):
-        if node.op == "load" and (node.attr not in known or known[node.attr].dtype != node.dtype):
+    for node in _looked_at(tuple(p.roots()))[1]:
+        if node.attr not in known or known[node.attr].dtype != node.dtype:
             yield f"load of {node.attr} as {node.dtype}"
 
 
@@ -88,10 +102,7 @@ PROGRAM_CHECKS: tuple[Callable[[Program], Iterator[str]], ...] = (_loads, _store
 def verify(ir: Program | Schedule, *, after: str) -> None:
     """Raises BrokenIR naming the stage and everything that does not hold."""
     program = ir.program if isinstance(ir, Schedule) else ir
-    nodes = [node for node in postorder(program.roots()) if node.uid not in _sound]
-    faults = [f for node in nodes for check in NODE_CHECKS for f in check(node)]
-    if not faults:
-        _sound.update(node.uid for node in nodes)
+    faults = list(_looked_at(tuple(program.roots()))[0])
     faults += [f for check in PROGRAM_CHECKS for f in check(program)]
     if faults:
         raise BrokenIR(f"after {after}: " + "; ".join(faults[:8]))

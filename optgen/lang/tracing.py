@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Mapping
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -69,11 +70,16 @@ class Tracer:
     def finish(self) -> None:
         for name, node in self._bound():
             assert self.statement is not None
-            line, col, end_line, end_col = self.statement.span
-            place = Loc(self.source.file, line, col, end_line, end_col, self.source.name)
+            place = _place(self.source.file, self.statement.span, self.source.name)
             self.lets.append(Let(name, node, "update", place, self.statement.text))
         self.statement, self.lasti = None, -1
         self.made.clear()
+
+
+@lru_cache(maxsize=4096)  # one object for a place, whatever the flags: the passes tell equal programs by it
+def _place(file: str, span: tuple[int, int, int, int], name: str) -> Loc:
+    line, col, end_line, end_col = span
+    return Loc(file, line, col, end_line, end_col, name)
 
 
 def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:

@@ -52,9 +52,10 @@ class Recorder:
             frame = frame.f_back
 
     def lets(self) -> list[Let]:
-        """A let for every named value, in the order they were made."""
+        """A let for every named value, in the order they were made; to be called once, at the end."""
         out = []
         for target, node in self.found.values():
             name = target if target.startswith(self.prefix) else f"{self.prefix}_{target}"
             out.append(Let(name.strip("_"), node, self.stage))
+        self.frames.clear()  # they hold what holds this recorder
         return sorted(out, key=lambda let: self.order[let.node.uid])

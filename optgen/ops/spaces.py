@@ -11,10 +11,11 @@ are made of several; where they are one dimension, its values are theirs.  Arith
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+
+_known: dict[tuple[str, int], Space] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Space:
     """A space; `size` is the block size of a `block` space and 0 elsewhere."""
 
@@ -27,6 +28,13 @@ class Space:
 
     def __repr__(self) -> str:
         return f"{self.name}:{self.size}" if self.size else self.name
+
+    def __new__(cls, name: str, size: int = 0) -> Space:
+        """The one object of that name and size, so that comparing spaces is comparing identities."""
+        return _known.setdefault((name, size), super().__new__(cls))
+
+    def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
+        return Space, (self.name, self.size)
 
 
 RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "axis": 4, "block": 5, "elem": 6}
@@ -43,7 +51,6 @@ axis = Space("axis")
 elem = Space("elem")
 
 
-@cache  # one object, so that comparing spaces is comparing identities
 def block(size: int) -> Space:
     return Space("block", size)
 
@@ -54,7 +61,7 @@ def join(a: Space, b: Space) -> Space:
     >>> join(host, row), join(row, col), join(block(64), elem)
     (row, elem, elem)
     """
-    if a == b:
+    if a is b:
         return a
     low, high = (a, b) if a.rank <= b.rank else (b, a)
     # Blocks run along dimension 0 against the rest, matrices are the last two dimensions: neither lies in the other.
@@ -66,5 +73,6 @@ def join(a: Space, b: Space) -> Space:
 def join_all(spaces: list[Space]) -> Space:
     out = host
     for s in spaces:
-        out = join(out, s)
+        if s is not out:
+            out = join(out, s)
     return out

@@ -17,6 +17,7 @@ from optgen.passes.fuse import fuse
 from optgen.passes.hoist import hoist
 from optgen.passes.linear import linear
 from optgen.passes.name import name
+from optgen.passes.once import Log, once
 from optgen.passes.place import place
 from optgen.passes.share import share
 from optgen.passes.sweeps import sweeps
@@ -34,9 +35,8 @@ SCHEDULE_PASSES: tuple[Callable[[Schedule], Schedule], ...] = (
     name,  #    the author's names first
 )
 
-Log = Callable[[str, Program | Schedule, Program | Schedule], None]
 
-
+@once
 def _programs(program: Program, log: Log | None) -> Program:
     for stage in PROGRAM_PASSES:
         new = stage(program)
@@ -47,6 +47,7 @@ def _programs(program: Program, log: Log | None) -> Program:
     return program
 
 
+@once
 def _schedules(program: Program, log: Log | None) -> Schedule:
     schedule = sweeps(program)
     verify(schedule, after="sweeps")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optgen.ir import node as ir
-from optgen.ir.node import Node, Rewriter
+from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Program
 from optgen.ops import dtypes, spaces
 from optgen.ops.tables import Law, Line, Table, through
@@ -154,19 +154,29 @@ def place(x: Node, table: Table) -> Node:
 LAWS: dict[str, Callable[[Node, Law], Node]] = {"lookup": lookup, "search": search, "place": place_by_law}
 
 
+def _has_law(node: Node) -> bool:
+    return node.op in LAWS and node.attr.law is not None
+
+
+def _strict(node: Node) -> Node:
+    if node.op == "place":
+        return place(node.args[0], node.attr)
+    if node.op in MEANS and node.space != spaces.host:
+        return MEANS[node.op](*node.args)
+    return node
+
+
+def _fast(node: Node) -> Node:
+    return LAWS[node.op](node.args[0], node.attr.law) if _has_law(node) else _strict(node)
+
+
+# Nodes never change: what was made of one is kept.
+_REWRITE = {"strict": Rewriter(_strict), "fast": Rewriter(_fast)}
+
+
 def decompose(program: Program) -> Program:
     """See the module's docstring."""
-    fired: set[str] = set()
-
-    def rule(node: Node) -> Node:
-        if node.op in LAWS and node.attr.law is not None and program.maths == "fast":
-            fired.add("table")
-            return LAWS[node.op](node.args[0], node.attr.law)
-        if node.op == "place":
-            return place(node.args[0], node.attr)
-        if node.op in MEANS and node.space != spaces.host:
-            return MEANS[node.op](*node.args)
-        return node
-
-    new = program.map(Rewriter(rule))
-    return replace(new, rules=tuple(sorted({*new.rules, *fired})))
+    new = program.map(_REWRITE[program.maths])
+    if program.maths == "fast" and any(_has_law(n) for n in postorder(program.roots())):
+        new = replace(new, rules=tuple(sorted({*new.rules, "table"})))
+    return new

@@ -69,6 +69,10 @@ def exact(node: Node) -> Node:
     return node
 
 
+EXACT = Rewriter(exact)
+"""The EXACT rules on whole expressions; nodes never change, so what was made of one is kept."""
+
+
 @dataclass
 class Product:
     """host * block * (product of num) / (product of den)."""
@@ -228,8 +232,8 @@ def distribute(program: Program, intervals: Intervals) -> tuple[Program, bool]:
 
 def fold(program: Program) -> Program:
     """See the module's docstring."""
-    program = program.map(Rewriter(exact))
-    program = replace(program, host_stores=tuple(replace(x, node=Rewriter(exact)(x.node)) for x in program.host_stores))
+    program = program.map(EXACT)
+    program = replace(program, host_stores=tuple(x.of(EXACT(x.node)) for x in program.host_stores))
     if program.maths == "strict":
         return program
     intervals = Intervals(dict(program.ranges))
@@ -238,5 +242,5 @@ def fold(program: Program) -> Program:
     program = program.map(Rewriter(group))
     if distributed:
         group.fired.add("distribute")
-    program = program.map(Rewriter(exact))
+    program = program.map(EXACT)
     return replace(program, rules=tuple(sorted({*program.rules, *group.fired})))

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from optgen.ir import node as ir
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import Node, postorder, unseen
 from optgen.ir.program import Program
 from optgen.ops import dtypes, spaces
 from optgen.passes.fold import exact
@@ -24,6 +24,7 @@ def fuse(program: Program) -> Program:
     uses.update(s.node.uid for s in program.stores)
     fired = False
     memo: dict[int, Node] = {}
+    seen: set[Node] = set()
 
     def fused(old: Node, x: Node, y: Node) -> Node | None:
         """The fma for `old`, whose operands have become x and y."""
@@ -37,9 +38,7 @@ def fuse(program: Program) -> Program:
 
     def walk(root: Node) -> Node:
         nonlocal fired
-        for node in postorder([root]):
-            if node.uid in memo:
-                continue
+        for node in unseen(root, seen):
             args = [memo[a.uid] for a in node.args]
             made = None
             if node.op in ("add", "sub") and node.dtype is dtypes.f32 and node.space != spaces.host:

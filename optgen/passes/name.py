@@ -68,7 +68,7 @@ def _name_sweep(sweep: Sweep, hosts: set[str]) -> Sweep:
             k += 1
             name = f"{base}_{k}"
         holder[name] = let.node.uid
-        out.append(replace(let, name=name))
+        out.append(let if name == let.name else replace(let, name=name))
     return replace(sweep, lets=tuple(out))
 
 

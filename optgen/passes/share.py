@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import Node, postorder, unseen
 from optgen.ir.program import Let, Program, Section
 from optgen.ops import dtypes, spaces
 
@@ -26,38 +26,35 @@ _STAGES: tuple[Section, ...] = ("decode", "update", "encode")
 def share(program: Program) -> Program:
     """See the module's docstring."""
     roots = [s.node for s in program.stores]
-    live = {n.uid for n in postorder(roots)}
-    uses = Counter(a.uid for n in postorder(roots) for a in n.args)
+    order = postorder(roots)
+    live = {n.uid for n in order}
+    uses = Counter([a.uid for n in order for a in n.args])
     uses.update(r.uid for r in roots)
     # A block's value that elements read gets a name, so that the broadcast is the only thing beside it.
-    beside = {
-        a.uid for n in postorder(roots) if n.space == spaces.elem for a in n.args if a.space.name == "block" and a.args
-    }
+    beside = {a.uid for n in order if n.space is spaces.elem for a in n.args if a.space.name == "block" and a.args}
     named: dict[int, Let] = {}
     for let in program.body:
         if let.node.uid in live and let.node.args and let.node.space != spaces.host:
             named.setdefault(let.node.uid, let)
     # Stage of a node that no line of the author made: decode if only decodes need it, else where it is first used.
-    order = [let for let in program.body if let.node.uid in named and named[let.node.uid] is let]
+    lets = [let for let in program.body if let.node.uid in named and named[let.node.uid] is let]
     out: list[Let] = []
-    done: set[int] = set()
+
+    seen: set[Node] = set()
 
     def emit(root: Node, stage: Section) -> None:
-        for node in postorder([root]):
-            if node.uid in done or node.space == spaces.host or not (node.args or node.op == "load"):
+        for node in unseen(root, seen):
+            if node.space == spaces.host or not (node.args or node.op == "load"):
                 continue
             if node.op == "load":
-                done.add(node.uid)
                 out.append(Let(_load_name(node), node, "decode"))
             elif node.uid in named:
-                done.add(node.uid)
                 let = named[node.uid]
-                out.append(replace(let, stage=min(let.stage, stage, key=_STAGES.index)))
+                out.append(let if let.stage == stage else replace(let, stage=min(let.stage, stage, key=_STAGES.index)))
             elif node.uid in beside or (uses[node.uid] > 1 and node.op not in _INLINE):
-                done.add(node.uid)
                 out.append(Let(_describe(node), node, stage))
 
-    for let in order:
+    for let in lets:
         emit(let.node, let.stage)
     for store in program.stores:
         emit(store.node, "encode")
@@ -74,6 +71,12 @@ def _load_name(node: Node) -> str:
 
 def _describe(node: Node) -> str:
     """A plain name by what the node does, where neither the author nor the format named it."""
-    owners = [n.attr for n in postorder([node]) if n.op == "load"]
-    base = owners[0] if owners else "word"
-    return f"{base}_{node.op}"
+    stack, seen = [node], set[Node]()
+    while stack:
+        n = stack.pop()
+        if n.op == "load":
+            return f"{n.attr}_{node.op}"
+        if n not in seen:
+            seen.add(n)
+            stack += reversed(n.args)
+    return f"word_{node.op}"

@@ -453,7 +453,7 @@ class _Kernels(ABC):
         """See replay.Start."""
         if not table.tensors:
             return
-        tables, (shapes, streams, columns, places) = self.tables, self.tables.signature
+        tables, (shapes, streams, columns, places, dims) = self.tables, self.tables.signature
         if self._following is None:
             self._following = self._parts()
             self._gradients = torch.frombuffer(table.rows, dtype=torch.int64).view(-1, table.width)[:, 1]
@@ -463,7 +463,7 @@ class _Kernels(ABC):
         now = list(columns[1])
         for i, address in zip(self._live, self._gradients.tolist(), strict=True):
             now[i] = address
-        tables.signature = shapes, streams, [columns[0], now, *columns[2:]], places
+        tables.signature = shapes, streams, [columns[0], now, *columns[2:]], places, dims
         if tables.staged is not None:
             stages.take(tables.staged, made[0])
         else:
@@ -509,7 +509,7 @@ class _Single(_Kernels):
                 )
 
     def _parts(self) -> list[_Following]:
-        shapes, streams, columns, places = self.tables.signature
+        shapes, streams, columns, places, _ = self.tables.signature
         lines = [line for line in rows(columns, shapes, streams, places) if sizes(line)[0]]
         parts = list(_sorted(lines, self.variant.block, self.variant.stochastic).values())
         if len(parts) == 1:
