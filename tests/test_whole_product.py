@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.product import PARAMS, Cell
+from optgen.driver import emit, targets
+from tests.product import PARAMS, Cell, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
 CELLS = [Cell(spec, plan, param) for spec in ("adamw", "lion") for plan in ("fp32", "int8") for param in PARAMS]
@@ -55,3 +57,16 @@ def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     assert "**1 of 2 cells are right**" in text
     assert f"- {bad}: outside the bound: p\n" in text
     assert "sample" not in tool.report(outcomes, [], tool.Extent(2, 3, False))
+
+
+def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, tmp_path: Path) -> None:
+    """Those that walk panels and those between sweeps too: all that has a table and a list of work to go through."""
+    pytest.importorskip("triton")
+    spec, plan = spec_of("adamw"), plan_of("lpmm4")
+    cases = [c for c in targets.cases(spec, plan) if c.storage.param.torch == "bfloat16" and not c.small]
+    text = emit.emit_plan(spec, plan, cases=[next(c for c in cases if c.vector == v) for v in (False, True)])
+    module = tool._module(tmp_path / "kernels.py", text["triton_kernels.py"])
+    made = [(job.fn.__name__, target) for job in tool.jobs("lpmm4", module) for target in job.targets]
+    kernels = re.findall(r"^def (\w+)\(\s*table, work", text["triton_kernels.py"], re.M)
+    assert {name.removeprefix("adamw_bfloat16_") for name in kernels} >= {"1", "2", "2_flat", "3", "6", "7", "vector"}
+    assert sorted(made) == sorted((name, target) for name in kernels for target in tool.TARGETS)

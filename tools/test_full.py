@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,30 +118,34 @@ def compile_pair(pair: tuple[str, str]) -> Kernels:
     text = emit.emit_plan(product.spec_of(pair[0]), product.plan_of(pair[1]))["triton_kernels.py"]
     with tempfile.TemporaryDirectory() as folder:
         module = _module(Path(folder) / "kernels.py", text)
-        for name, elements in module.TILE.items():
-            for target in TARGETS:
-                label = f"{name} under {pair[1]} for {target}"
+        for job in jobs(pair[1], module):
+            for target in job.targets:
+                label = f"{job.name} for {target}"
                 try:
-                    machine = kernel_stats.TARGETS[target]
-                    made = kernel_stats.compile_for(*_job(getattr(module, name), name, elements), machine)
+                    made = kernel_stats.compile_for(
+                        job.fn, job.signature, job.constexprs, kernel_stats.TARGETS[target], job.num_warps,
+                        aligned=job.aligned, **job.options,
+                    )  # fmt: skip
                 except Exception as error:  # any failure belongs into the report, with its kernel
                     out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
                     continue
                 out.compiled[target] += 1
-                if made.stack or made.shared:
+                # Panels, and what is done between sweeps, work together over shared memory.
+                if made.stack or (made.shared and job.fn.__name__ in module.TILE):
                     out.spilled.append(f"{label}: {made.stack} B of stack, {made.shared} B shared")
     return out
 
 
-def _job(kernel: Any, name: str, elements: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """(kernel, types of its arguments, its constants) as the runtime launches it on aligned tensors."""
-    import triton.language as tl
+def jobs(plan: str, module: Any) -> Iterator[Any]:
+    """Every kernel of a module as `kernel_stats.Job`s, as the runtime launches it on aligned tensors."""
+    import kernel_stats
 
-    dtypes = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
-    grad = next(dtype for word, dtype in dtypes.items() if f"_{word}" in name)
-    constants = dict(GRAD=grad, TILES=4, RAGGED=False, ALIGNED=True, TILE=elements)
-    types = {argument: "fp32" for argument in kernel.arg_names if argument not in constants}
-    return kernel, types | {"table": "*i64", "work": "*i32", "step_key": "i32"}, constants
+    for name, kernel in sorted(vars(module).items()):
+        own = getattr(getattr(kernel, "fn", None), "__module__", "") == module.__name__
+        if own and kernel.arg_names[:2] == ["table", "work"]:  # no function that a kernel calls
+            # A function is named after the parameters it is for; the gradient's dtype is theirs.
+            grad = next(dtype for dtype in ("float32", "bfloat16", "float16") if f"_{dtype}" in name)
+            yield from kernel_stats.staged_jobs(f"{name} under {plan}", module, name, grad)
 
 
 def _module(path: Path, text: str) -> Any:
@@ -267,10 +272,11 @@ def digest() -> str:
     """Content hash of everything that a result depends on."""
     out = hashlib.sha256()
     files = [p for folder in ("optgen", "specs") for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc"]
-    files += [ROOT / "tests" / "product.py", ROOT / "tests" / "harness.py", Path(__file__)]
+    files += [ROOT / "tests" / "product.py", ROOT / "tests" / "harness.py"]
+    files += [Path(__file__), ROOT / "tools" / "kernel_stats.py"]
     for file in sorted(p for p in files if p.is_file()):
         out.update(f"{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
-    return f"{out.hexdigest()[:16]}-{torch.__version__}"
+    return f"{out.hexdigest()[:16]}-{torch.__version__}-{metadata.version('triton')}"
 
 
 class Kept:
@@ -359,6 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left = [c for c in cells if c not in found]
         for cell, result in spread(run_cell, left, chosen.jobs, "cells", until):
             found[cell] = Outcome(cell, failure=result) if isinstance(result, str) else result
+            if isinstance(result, str):  # which cell's fault it was is not known: the next run tries it again
+                continue
             row = asdict(found[cell])
             del row["cell"]
             kept.add(str(cell), row)
@@ -373,6 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left_pairs = [p for p in pairs if p not in kernels]
             for pair, made in spread(compile_pair, left_pairs, chosen.jobs, "kernels", until):
                 kernels[pair] = Kernels(pair, failed=[f"{pair}: {made}"]) if isinstance(made, str) else made
+                if isinstance(made, str):
+                    continue
                 row = asdict(kernels[pair])
                 del row["pair"]
                 kept.add(f"kernels {pair}", row)
