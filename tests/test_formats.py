@@ -25,6 +25,7 @@ from optgen.formats import (
     Master,
     Native,
     Noise,
+    Rank1,
     Split,
     bf16_up,
     compander,
@@ -590,6 +591,11 @@ def test_every_value_of_the_word_outside_its_bits_is_ignored() -> None:
         lambda: LogMax(3, 48),
         lambda: LogMax(3, 64, octaves=0.05),
         lambda: LogMax(3, 64, octaves=4),
+        lambda: LogMax(3, 64, rounding="down"),  # type: ignore[arg-type]
+        lambda: Blocked(8, 64.0),  # type: ignore[arg-type]
+        lambda: Blocked(8, 64, signed=False, of="sqrt", relative=True),
+        lambda: Rank1(of="sqrt", relative=True),
+        lambda: Rank1(zero="none"),  # type: ignore[arg-type]
         lambda: Blocked(8, 64, of="sqrt"),
         lambda: Split(12),  # type: ignore[arg-type]
         lambda: softsign(0),
@@ -601,6 +607,12 @@ def test_formats_that_no_kernel_has_are_refused(make: object) -> None:
     with pytest.raises(UserError) as caught:
         make()  # type: ignore[operator]
     assert caught.value.code == "E305"
+
+
+def test_no_number_that_equals_a_size_changes_the_space_of_it() -> None:
+    found = spaces.block(64)
+    assert spaces.block(64.0) is found  # type: ignore[arg-type]
+    assert repr(found) == "block:64"
 
 
 @each_format

@@ -10,7 +10,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import HALF, Coded, check_block
+from optgen.formats.coded import HALF, Coded, check_block, check_words
 from optgen.formats.companders import Compander, softsign
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
@@ -50,6 +50,7 @@ class Blocked(Coded):
 
     def __post_init__(self) -> None:
         check_block("Blocked", self.bits, self.block, self.loc, 2)
+        check_words(self, of=("value", "sqrt"), zero=("half", "keep"))
         if self.of == "sqrt" and self.signed:
             raise UserError(
                 "E305", loc=self.loc, what='Blocked(signed=True, of="sqrt")', want="signed=False with a root"

@@ -12,7 +12,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import Coded, check_block
+from optgen.formats.coded import Coded, check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, lookup, maximum, minimum, place, search
@@ -54,6 +54,7 @@ class Codebook(Coded):
 
     def __post_init__(self) -> None:
         check_block("Codebook", self.bits, self.block, self.loc, 2)
+        check_words(self, of=("value", "sqrt"))
         name = self.name or getattr(self.table, "name", "") or "codebook"
         object.__setattr__(self, "table", _checked(self.table, self.bits, self.loc))
         object.__setattr__(self, "name", name)

@@ -25,11 +25,29 @@ HALF = 0.5 - 2.0**-10
 
 def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -> None:
     """Raises UserError for a width or block size that no kernel has."""
-    if bits not in range(least, 9):
+    if not isinstance(bits, int) or bits not in range(least, 9):
         raise UserError("E305", loc=loc, what=f"{name} of {bits} bits", want=f"{least} to 8 bits")
-    if block not in BLOCKS:
+    if not isinstance(block, int) or block not in BLOCKS:
         raise UserError(
             "E305", loc=loc, what=f"{name} with blocks of {block}", want=f"a power of two, 16 to {BLOCKS[-1]}"
+        )
+
+
+def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
+    """Raises UserError for a word that a format does not know, and for a relative one of roots.
+
+    fmt   the format, with its `rounding` and what else it has
+    more  field -> the words that it may be
+    """
+    name = type(fmt).__name__
+    for key, known in ({"rounding": ("nearest", "stochastic", "auto")} | more).items():
+        value = getattr(fmt, key)
+        if value not in known:
+            want = ", ".join(f'"{word}"' for word in known)
+            raise UserError("E305", loc=fmt.loc, what=f"{name}({key}={value!r})", want=want)
+    if getattr(fmt, "relative", False) and fmt.of == "sqrt":
+        raise UserError(
+            "E305", loc=fmt.loc, what=f'{name}(relative=True, of="sqrt")', want="one of both: a root is kept as it is"
         )
 
 
@@ -95,4 +113,4 @@ class Coded(Format):
         return self.times_scale(parts) if self.of == "sqrt" else super().decode_root(parts)
 
 
-__all__ = ["BLOCKS", "HALF", "NOISE_BITS", "Coded", "check_block"]
+__all__ = ["BLOCKS", "HALF", "NOISE_BITS", "Coded", "check_block", "check_words"]

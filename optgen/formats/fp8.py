@@ -11,7 +11,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import words
-from optgen.formats.coded import HALF, Coded, check_block
+from optgen.formats.coded import HALF, Coded, check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.scales import LARGEST, LARGEST_ROOT, Scale, fp32, least_scale, pattern_of
 from optgen.lang.values import Num, bits, block_max, cast, clip, floor, from_bits, maximum, minimum, where
@@ -58,6 +58,7 @@ class Fp8(Coded):
         if self.kind not in _KINDS:
             raise UserError("E305", loc=self.loc, what=f"Fp8({self.kind!r})", want=", ".join(map(repr, _KINDS)))
         check_block("Fp8", 8, self.block, self.loc, 2)
+        check_words(self, of=("value", "sqrt"), zero=("half", "keep"))
         if self.of == "sqrt" and self.signed:
             raise UserError("E305", loc=self.loc, what=f'Fp8({self.kind!r}, of="sqrt")', want='"ue4m4" with a root')
         if self.scale.literal or not self.scale.covers:

@@ -16,7 +16,7 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import NOISE_BITS, check_block
+from optgen.formats.coded import NOISE_BITS, check_block, check_words
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
@@ -48,6 +48,7 @@ class LogMax(Format):
 
     def __post_init__(self) -> None:
         check_block("LogMax", self.bits, self.block, self.loc, 2)
+        check_words(self)
         least, most = self.codes / 128, self.codes / 2
         if not least <= self.octaves <= most:
             raise UserError(

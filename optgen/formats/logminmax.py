@@ -15,7 +15,7 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import NOISE_BITS, check_block
+from optgen.formats.coded import NOISE_BITS, check_block, check_words
 from optgen.formats.format import Field, Format, Noise, Rounding
 from optgen.lang.values import (
     Num,
@@ -62,6 +62,7 @@ class LogMinMax(Format):
 
     def __post_init__(self) -> None:
         check_block("LogMinMax", self.bits, self.block, self.loc, 4)
+        check_words(self, of=("value", "sqrt"))
 
     def __str__(self) -> str:
         how = "stochastic" if self.noise_bits else "nearest"

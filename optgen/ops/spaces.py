@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _known: dict[tuple[str, int], Space] = {}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Space:
     """A space; `size` is the block size of a `block` space and 0 elsewhere."""
 
@@ -31,7 +31,10 @@ class Space:
 
     def __new__(cls, name: str, size: int = 0) -> Space:
         """The one object of that name and size, so that comparing spaces is comparing identities."""
-        return _known.setdefault((name, size), super().__new__(cls))
+        made = super().__new__(cls)
+        object.__setattr__(made, "name", name)
+        object.__setattr__(made, "size", size)
+        return _known.setdefault((name, size), made)
 
     def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
         return Space, (self.name, self.size)

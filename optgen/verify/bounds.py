@@ -340,7 +340,7 @@ def grid_span(fmt: LogMax) -> float:
 
     Up to a cell of the octaves that it spans may lie above the maximum.  A pattern counts octaves to within BEND.
     """
-    return math.floor(10 * (fmt.octaves - fmt.octaves / fmt.codes - BEND)) / 10
+    return max(0.0, math.floor(10 * (fmt.octaves - fmt.octaves / fmt.codes - BEND)) / 10)
 
 
 def _grid_bound(fmt: LogMax) -> Bound:
