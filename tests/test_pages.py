@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.accumulate import accumulator
+from optgen.formats import Plan
 from optgen.optim import AdamW
+from specs import plans
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -85,3 +87,9 @@ def test_the_rule_of_the_first_page_is_the_example() -> None:
     page = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     example = (ROOT / "examples" / "signed_momentum.py").read_text(encoding="utf-8")
     assert example in page
+
+
+def test_the_first_page_names_every_plan() -> None:
+    names = [name for name, value in vars(plans).items() if isinstance(value, Plan)]
+    rows = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
+    assert [name for name in names if not any(f"`{name}`" in row for row in rows)] == []
