@@ -411,10 +411,17 @@ def generated() -> Iterable[Job]:
     for path in sorted(ROOT.glob("generated/*/*/triton_kernels.py")):
         spec, plan = path.parts[-3:-1]
         module = importlib.import_module(f"generated.{spec}.{plan}.triton_kernels")
-        for function in module.TILE:
+        yield from of_module(f"{spec}.{plan}", module)
+
+
+def of_module(name: str, module: Any) -> Iterable[Job]:
+    """Every kernel of a generated module: those of whole steps, of panels, and between sweeps."""
+    for function, kernel in sorted(vars(module).items()):
+        own = getattr(getattr(kernel, "fn", None), "__module__", "") == module.__name__
+        if own and kernel.arg_names[:2] == ["table", "work"]:  # no function that a kernel calls
             # A function is named after the parameters it is for; the gradient's dtype is theirs.
             grad = next((d for d in ("bfloat16", "float16") if f"_{d}" in function), "float32")
-            yield from jobs_of(f"{spec}.{plan}.{function}", module, function, grad)
+            yield from staged_jobs(f"{name}.{function}", module, function, grad)
 
 
 def fast_step(spec_name: str, plan_name: str, param: str) -> Any:

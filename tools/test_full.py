@@ -118,7 +118,7 @@ def compile_pair(pair: tuple[str, str]) -> Kernels:
     text = emit.emit_plan(product.spec_of(pair[0]), product.plan_of(pair[1]))["triton_kernels.py"]
     with tempfile.TemporaryDirectory() as folder:
         module = _module(Path(folder) / "kernels.py", text)
-        for job in jobs(pair[1], module):
+        for job in kernel_stats.of_module(".".join(pair), module):
             for target in job.targets:
                 label = f"{job.name} for {target}"
                 try:
@@ -134,18 +134,6 @@ def compile_pair(pair: tuple[str, str]) -> Kernels:
                 if made.stack or (made.shared and job.fn.__name__ in module.TILE):
                     out.spilled.append(f"{label}: {made.stack} B of stack, {made.shared} B shared")
     return out
-
-
-def jobs(plan: str, module: Any) -> Iterator[Any]:
-    """Every kernel of a module as `kernel_stats.Job`s, as the runtime launches it on aligned tensors."""
-    import kernel_stats
-
-    for name, kernel in sorted(vars(module).items()):
-        own = getattr(getattr(kernel, "fn", None), "__module__", "") == module.__name__
-        if own and kernel.arg_names[:2] == ["table", "work"]:  # no function that a kernel calls
-            # A function is named after the parameters it is for; the gradient's dtype is theirs.
-            grad = next(dtype for dtype in ("float32", "bfloat16", "float16") if f"_{dtype}" in name)
-            yield from kernel_stats.staged_jobs(f"{name} under {plan}", module, name, grad)
 
 
 def _module(path: Path, text: str) -> Any:
