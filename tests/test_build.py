@@ -256,6 +256,24 @@ def test_what_a_killed_build_replaced_is_put_back(project: Path, moved: int) -> 
     assert any(b"0.007" in text for text in content(project / "generated/first").values())
 
 
+def test_what_was_replaced_in_a_folder_beside_it_is_left_to_that_one(tmp_path: Path) -> None:
+    """Its name begins with this one's, and so do those of what its builds leave."""
+    mine, other = tmp_path / "made", tmp_path / "made-2"
+    for folder in (mine, other):
+        folder.mkdir()
+        (folder / "a.py").write_text(f"{folder.name}, new")
+    left = tmp_path / ".optgen-made-2-12345678"
+    (left / "old").mkdir(parents=True)
+    (left / "old/a.py").write_text("made-2, old")
+    (left / swap._LIST).write_text(json.dumps({"folder": "made-2", "files": ["a.py", "b.py"]}))
+    (mine / "b.py").write_text("of made alone")
+    swap.recover(mine)
+    assert {p.name: p.read_text() for p in mine.iterdir()} == {"a.py": "made, new", "b.py": "of made alone"}
+    swap.recover(other)
+    assert {p.name: p.read_text() for p in other.iterdir()} == {"a.py": "made-2, old"}
+    assert not left.exists()
+
+
 def test_the_folder_of_a_build_that_is_under_way_is_left_alone(project: Path) -> None:
     run()
     with swap._room(project / "generated") as staging:

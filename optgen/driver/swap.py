@@ -8,6 +8,7 @@ which the next one puts them back.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -38,7 +39,7 @@ def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], l
                 (old / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(out / name, old / name)
         try:
-            (staging / _LIST).write_text(json.dumps(names), encoding="utf-8")
+            (staging / _LIST).write_text(json.dumps({"folder": out.name, "files": names}), encoding="utf-8")
             for name in names:
                 if name in files:
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,10 +53,9 @@ def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], l
 
 def recover(out: Path) -> None:
     """Puts back what processes that were killed while they moved files of `out` had replaced."""
-    for staging in sorted(out.parent.glob(f"{_prefix(out)}*")):
+    for staging in sorted(out.parent.glob(f"{glob.escape(_prefix(out))}*")):
         with contextlib.suppress(OSError), _ours(staging) as ours:
-            if ours:
-                names = _listed(staging)
+            if ours and (names := _listed(staging, out)) is not None:
                 _put_back(staging, out, names)
                 shutil.rmtree(staging, ignore_errors=True)
 
@@ -64,13 +64,17 @@ def _prefix(out: Path) -> str:
     return f".optgen-{out.name}-"
 
 
-def _listed(staging: Path) -> Collection[str]:
-    """What was being moved; nothing, where the list itself is cut short: it is whole before the first file moves."""
+def _listed(staging: Path, out: Path) -> Collection[str] | None:
+    """What was being moved; nothing, where the list itself is cut short: it is whole before the first file moves.
+
+    None where it is of another folder, whose name begins as that of `out`.
+    """
     try:
-        names = json.loads((staging / _LIST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads((staging / _LIST).read_text(encoding="utf-8"))
+        names: list[str] = found["files"]
+        return names if found["folder"] == out.name else None
+    except (OSError, ValueError, KeyError, TypeError):
         return []
-    return names if isinstance(names, list) else []
 
 
 def _put_back(staging: Path, out: Path, names: Collection[str]) -> None:
