@@ -274,6 +274,17 @@ def test_what_was_replaced_in_a_folder_beside_it_is_left_to_that_one(tmp_path: P
     assert not left.exists()
 
 
+def test_a_folder_that_was_just_made_is_not_taken_from_its_builder(tmp_path: Path) -> None:
+    """Between making it and locking it; what was left there long ago is cleared."""
+    left = tmp_path / ".optgen-made-12345678"
+    (left / "new").mkdir(parents=True)
+    swap.recover(tmp_path / "made")
+    assert (left / "new").is_dir()
+    os.utime(left, (0, 0))
+    swap.recover(tmp_path / "made")
+    assert not left.exists()
+
+
 def test_the_folder_of_a_build_that_is_under_way_is_left_alone(project: Path) -> None:
     run()
     with swap._room(project / "generated") as staging:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 _LIST, _LOCK = "moving.json", "lock"
 _YOUNG = 60.0
-"""Seconds for which a folder is left alone where there are no locks."""
+"""Seconds for which a folder is left alone where there are no locks, or where nothing has moved yet."""
 
 
 def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], last: str) -> None:
@@ -54,6 +54,9 @@ def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], l
 def recover(out: Path) -> None:
     """Puts back what processes that were killed while they moved files of `out` had replaced."""
     for staging in sorted(out.parent.glob(f"{glob.escape(_prefix(out))}*")):
+        with contextlib.suppress(OSError):
+            if not (staging / _LIST).exists() and time.time() - staging.stat().st_mtime < _YOUNG:
+                continue  # nothing has moved, and who made it may be about to lock it
         with contextlib.suppress(OSError), _ours(staging) as ours:
             if ours and (names := _listed(staging, out)) is not None:
                 _put_back(staging, out, names)
