@@ -14,7 +14,7 @@ import pytest
 
 from optgen.base.errors import UserError
 from optgen.driver import build as building
-from optgen.driver import load
+from optgen.driver import load, swap
 from optgen.driver.build import MANIFEST, Outcome, Request, build, digest, init_text, read_manifest
 from optgen.driver.new import TEMPLATE
 
@@ -218,6 +218,53 @@ def test_a_failing_build_leaves_everything_as_it_was(project: Path, text: str, c
     assert not list(project.glob(".optgen-*"))
 
 
+_KILLED = """
+import os, sys
+from optgen.driver.build import Request, build
+
+real, left = os.replace, [int(sys.argv[1])]
+
+def replace(a, b):
+    left[0] -= 1
+    if left[0] < 0:
+        os._exit(9)  # as by SIGKILL: nothing is cleaned up
+    real(a, b)
+
+os.replace = replace
+build(Request())
+"""
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_what_a_killed_build_replaced_is_put_back(project: Path, moved: int) -> None:
+    run(names=("first",))
+    before = content(project / "generated")
+    (project / "specs/first.py").write_text(rule("first", "5e-3"))  # changes files, and second makes new ones
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", _KILLED, str(moved)], env=path, check=False).returncode == 9
+    assert list(project.glob(".optgen-*"))
+    assert (content(project / "generated") == before) == (moved == 0)
+    # A build that is refused restores them all the same, so does one of a spec that changed once more.
+    (project / "specs/second.py").write_text("def broken(:\n")
+    with pytest.raises(UserError):
+        run()
+    assert content(project / "generated") == before
+    assert not list(project.glob(".optgen-*"))
+    (project / "specs/second.py").write_text(rule("second"))
+    (project / "specs/first.py").write_text(rule("first", "7e-3"))
+    run()
+    assert any(b"0.007" in text for text in content(project / "generated/first").values())
+
+
+def test_the_folder_of_a_build_that_is_under_way_is_left_alone(project: Path) -> None:
+    run()
+    with swap._room(project / "generated") as staging:
+        (staging / "old").mkdir()
+        run()
+        assert (staging / "old").is_dir()
+    assert not list(project.glob(".optgen-*"))
+
+
 def test_a_failure_while_writing_leaves_whole_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     before = content(project / "generated")
@@ -232,7 +279,7 @@ def test_a_failure_while_writing_leaves_whole_files(project: Path, monkeypatch: 
         replaced.append(str(b))
         real(a, b)
 
-    monkeypatch.setattr(building.os, "replace", fail)
+    monkeypatch.setattr(swap.os, "replace", fail)
     with pytest.raises(UserError) as caught:
         run()
     assert caught.value.code == "E413"

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from pathlib import Path
 from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver import emit, judge, load, targets
+from optgen.driver import emit, judge, load, swap, targets
 from optgen.driver.project import BACKENDS, DEFAULT_PLANS, Config, Maths, Wish, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
@@ -142,6 +141,8 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     out = Path.cwd() / request.out if request.out else project / config.out
     if out.exists() and not out.is_dir():
         raise UserError("E413", path=relative(str(out)), why="it is not a folder")
+    if not request.check:
+        swap.recover(out)
     manifest = read_manifest(out, request.force)
     outcome = Outcome(relative(str(out)))
     outcome.warnings += [load.NO_SPEC.format(file=relative(str(file))) for file in load.without_spec(project)]
@@ -412,41 +413,11 @@ def _refuse_edited(out: Path, files: Mapping[str, str], stale: Sequence[str], ma
 
 
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
-    """Writes what differs: first all of it beside the folder, then each file into place, the manifest last.
-
-    What fails on the way puts the old files back.
-    """
+    """Writes what differs, all of it or nothing, the manifest last."""
     if outcome.clean:
         return
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".optgen-", dir=out.parent))
-        new, old = staging / "new", staging / "old"
-        done: list[str] = []
-        try:
-            for name in outcome.written:
-                (new / name).parent.mkdir(parents=True, exist_ok=True)
-                (new / name).write_text(files[name], encoding="utf-8", newline="\n")
-            for name in [*outcome.written, *outcome.removed]:
-                if (out / name).is_file():
-                    (old / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(out / name, old / name)
-            for name in sorted(outcome.written, key=lambda n: (n == MANIFEST, n)):
-                (out / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(new / name, out / name)
-                done.append(name)
-            for name in outcome.removed:
-                (out / name).unlink(missing_ok=True)
-                done.append(name)
-        except BaseException:
-            for name in done:
-                with contextlib.suppress(OSError):
-                    (out / name).unlink(missing_ok=True)
-                    if (old / name).is_file():
-                        (old / name).rename(out / name)
-            raise
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        swap.replace_files(out, {name: files[name] for name in outcome.written}, outcome.removed, MANIFEST)
         _drop_empty(out, outcome.removed)
     except OSError as error:
         place = error.filename2 or error.filename or out
