@@ -75,12 +75,16 @@ def make(rule: Rule, plan: str, model: nn.Module, options: Mapping[str, Any]) ->
     return cls([{"params": body}, {"params": apart, **rule.aside}], plan=plan, **options)
 
 
+OF_FP32 = ("fp32", "int8")
+"""Plans that are run on fp32 weights."""
+
+
 def one_run(name: str, plan: str, seed: int, steps: int, lr: float | None, text: Corpus) -> Run:
     """What a worker process does."""
     torch.set_num_threads(1)
     rule = next(r for r in RULES if r.name == name)
     options = {**rule.options, **({"lr": lr} if lr else {})}
-    dtype = torch.float32 if plan in ("fp32", "int8") else torch.bfloat16
+    dtype = torch.float32 if plan in OF_FP32 else torch.bfloat16
     return train(text, Size(), lambda model: make(rule, plan, model, options), dtype=dtype, steps=steps, seed=seed)
 
 
@@ -181,11 +185,25 @@ def remark(plans: list[Verdict]) -> str:
     apart = [f"`{v.rule}`" for v in plans if v.words.startswith("measurably")]
     widest = max(v.gap[1] for v in plans)
     said = f"Outside the noise: {', '.join(apart)}." if apart else "None of them is outside the noise of these seeds."
+    plain = [f"`{v.rule}`" for v in plans if rounds_weights_to_nearest(v.rule)]
+    if plain:
+        said += (
+            f" {', '.join(plain)} keep bf16 weights that are rounded to nearest, as the packages do whose numbers "
+            "they give: what they lose is mostly their weights' doing."
+        )
     return (
         f"{said} Differences below the widths of the intervals (up to {widest:.3f}) are not told apart by so few "
         "seeds; one interval of 95 % in twenty misses by chance, and the noise of few bits may regularise a small "
         "model. Losses find what is broken; [benchmarks/formats.md](benchmarks/formats.md) compares formats."
     )
+
+
+def rounds_weights_to_nearest(plan: str) -> bool:
+    """Whether weights of the plan are bf16 and no more, rounded to nearest."""
+    from optgen.formats import Native
+    from specs import plans
+
+    return plan not in OF_FP32 and getattr(plans, plan).master == Native("nearest")
 
 
 def plans_asked(names: list[str]) -> list[str]:
