@@ -8,6 +8,7 @@ differ in the last place of fp64.
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import json
 import math
@@ -427,6 +428,30 @@ def test_a_step_after_a_graph_writes_what_the_graph_may_have_written(monkeypatch
     room.fill([-0.0, 0.0], 4, None)
     assert room.values.signbit().tolist() == [True, False]
     assert room.words[1] == 0
+
+
+def test_numbers_beyond_fp32_are_infinities_as_on_the_host() -> None:
+    room = control.Control(4, torch.device("cpu"))
+    numbers = [1e39, -1e300, 3.4028235677973366e38, 1e-50]  # the third rounds up to 2^128
+    room.fill(numbers, None, None)
+    assert room.values.tolist() == [ctypes.c_float(x).value for x in numbers] == [math.inf, -math.inf, math.inf, 0.0]
+
+
+def test_a_graph_and_every_stream_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph runs when it likes, and by then kept numbers may be gone; a stream does not wait for another's."""
+    monkeypatch.setattr(host, "_constants", {})
+    one, x = tensor(1.0), 0.1234
+    kept = host._like(x, one)
+    assert host._like(x, one) is kept
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "_initialized", True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert host._like(x, one) is not kept
+        assert host._like(x, one).item() == x
+    monkeypatch.setattr(host, "_stream", lambda device: 7)
+    other = host._like(x, one)
+    assert other is not kept
+    assert host._like(x, one) is other
 
 
 def refused(opt: Optimizer, graph: Graph) -> None:

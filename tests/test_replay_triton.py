@@ -176,6 +176,27 @@ def test_steps_of_several_stages(options: dict[str, Any]) -> None:
     assert everything(opt) == everything(long)
 
 
+def test_a_step_that_broke_off_while_tables_followed_is_made_right_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the device has no memory left for a table, whoever frees some and steps again gets the step."""
+    opt, other = trained(AdamW), trained(AdamW)
+    kept = [p.grad for p in params_of(opt)]  # alive, so that the new ones lie elsewhere
+    for one in (opt, other):
+        one.zero_grad()
+        give(params_of(one), 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch._Following, "follow", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        before = everything(opt)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            opt.step()
+        assert everything(opt) == before
+    for one in (opt, other):
+        one.step()
+    assert everything(opt) == everything(other)
+    del kept
+
+
 def test_kernels_that_share_a_bucket_follow_their_own_gradients() -> None:
     """Aligned tensors and others, rows that end within blocks, in one bucket: a table each."""
     sides = []

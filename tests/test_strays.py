@@ -76,6 +76,22 @@ def test_a_model_with_other_parameters_is_noticed(
     assert "make the optimizer from the model as it is" in message
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rebuilt_model_is_noticed_where_ordinary_steps_came_before_released_gradients(backend: str) -> None:
+    model = built()
+    opt = AdamW(model.named_parameters(), plan="fp32", backend=backend)
+    assert stepped(model, opt) == []
+    released(opt, "released")
+    assert stepped(model, opt) == []
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    del weight
+    opt.step()  # what is left for it; it may hold these parameters for its short way from now on
+    assigned(model)
+    (message,) = stepped(model, opt, 4)
+    assert "parameter '0.weight' (float32 [5, 6]) and 5 more, and no gradient can come; this step changed" in message
+
+
 @pytest.mark.parametrize("how", ["", "released", "sums"])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_part_that_was_rebuilt_is_noticed(before: int, how: str) -> None:

@@ -352,6 +352,12 @@ def rows_and_columns_of_formats(here: Here) -> None:
             bad["state"][0]["exp_avg"].to_local()[0, 0] = torch.nan
         with refused(ValueError, "exp_avg: expected numbers, 1 of 12610 are NaN"):
             cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend).load_state_dict(bad)
+        # Nor does any wait for one that finds something wrong beforehand, or load what that refuses.
+        bad = runs.many.dense_state_dict()
+        if here.rank == 0:
+            bad["state"][0]["step"] = -1
+        with refused(ValueError, "step: expected" if here.rank == 0 else "another rank found", "nothing was loaded"):
+            cls([piece.parameter(True) for piece in pieces], plan=plan, backend=backend).load_state_dict(bad)
 
 
 SUMMING = {
@@ -828,6 +834,16 @@ def loads_whole_and_dense(here: Here) -> None:
         bad = runs.one.state_dict()
         bad["state"][0] = {**bad["state"][0], "exp_avg": torch.zeros(96, 130, dtype=torch.uint8)}
         other.load_state_dict(bad)
+    bad = runs.many.dense_state_dict()
+    bad["state"][0]["exp_avg"].to_local()[0, 0] = torch.nan
+    for saved, entry, said in (
+        (runs.many.state_dict(), {"step": -1}, "step: expected"),
+        (runs.many.dense_state_dict(), bad["state"][0], "exp_avg: expected numbers, 1 of"),
+    ):
+        if here.rank == 1:  # what one rank finds, none loads
+            saved["state"][0] = {**saved["state"][0], **entry}
+        with refused(ValueError, said if here.rank == 1 else "another rank found", "nothing was loaded"):
+            other.load_state_dict(saved)
     if here.rank == 0:  # alone: no rank is asked for anything
         with refused(TypeError, "torch.distributed.checkpoint"):
             files.save_checkpoint("never.pt", other)

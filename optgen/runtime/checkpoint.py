@@ -110,6 +110,8 @@ def read(
                     loaded.states[p] = made
             elif p.requires_grad and (not present or present.get(p)):
                 missing.append(str(name))
+    if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
+        misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
     if missing and loaded.states:
         warnings.warn(
@@ -360,8 +362,7 @@ def _load_one(
     if dense:
         apart = variant.of_whole and parts is not None and not parts.gathered and bool(parts.layout.dims())
         assembled: dict[str, Tensor] = {}
-        if apart and parts is not None and len(misfits.lines) == before:
-            # Before anything that only some ranks may find wrong: the others would wait.
+        if apart and parts is not None:  # whatever this rank finds wrong: others may not, and would wait
             assembled = parts.assembled({key: found[key].to(p.device) for key in variant.states})
         _numbers({**found, **assembled}, variant.states, variant.nonneg, where, misfits)
         if len(misfits.lines) == before:

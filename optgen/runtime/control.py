@@ -132,7 +132,7 @@ class Control:
                 self._places[i].copy_(x)
                 self._there[i] = None
             elif self._graphs or x != self._there[i] or x == 0:  # zeros have signs
-                self._places[i].fill_(x)
+                self._places[i].fill_(ctypes.c_float(x).value)  # an infinity, where `fill_` would refuse it
                 self._there[i] = x
         if seed is not None and (self._graphs or seed != self._seed):
             self._stream.fill_(keys.stream_of_steps(seed))

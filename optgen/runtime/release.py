@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime import alone, checkpoint, options, plans, sharding, state, strays
+from optgen.runtime import alone, checkpoint, options, plans, replay, sharding, state, strays
 from optgen.runtime.arena import Arena
 from optgen.runtime.records import Variant, as_float, as_int
 
@@ -83,7 +83,8 @@ class One:
         tuples = {id(found) for known in notes if (found := known.get(key)) is not None}  # they may share one
         states = (self.p in optimizer.state) + (self.p in stepper.state)
         # its own list and the user's, the record, the argument
-        return sys.getrefcount(self.p) <= 4 + len(tuples) + states + stepper._replay.holds(self.p)
+        replays = optimizer._replay.holds(self.p) + stepper._replay.holds(self.p)
+        return sys.getrefcount(self.p) <= 4 + len(tuples) + states + replays
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Take over the options as they are now; ValueError where the rule cannot be applied to one parameter alone."""
@@ -175,6 +176,7 @@ class Release:
             one.refresh(optimizer)
             self._give_sums(one)
         _give_room(optimizer, ones)
+        optimizer._replay = replay.Keeper()  # of steps over parameters that get theirs within backward now
         for one in ones:
             self._place(one)
 
@@ -351,7 +353,7 @@ class Release:
         ones = list(self._ones.values())
         lacking = [one for one in ones if not one.trained and one.p.grad is None]
         found = strays.Found(len(ones) - len(lacking))
-        if lacking and not self._offload_holds():
+        if lacking and self.optimizer._strays is not None and not self._offload_holds():
             alone = {id(one.p) for one in lacking if one.is_alone(self.optimizer)}
             if alone:
                 found.places = {e.position for e in self.optimizer._entries() if id(e.p) in alone}

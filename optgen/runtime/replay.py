@@ -433,14 +433,16 @@ class Keeper:
     def again(
         self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None = None
     ) -> bool:
-        """As `Replay.again`; what did not fit is forgotten.  Not while a CUDA graph takes the step up: it has tables of
-        its own."""
-        if self.last is None or control.capturing():
+        """As `Replay.again`; what did not fit, or broke off, is forgotten.  Not while a CUDA graph takes the step up:
+        it has tables of its own."""
+        last = self.last
+        if last is None or control.capturing():
             return False
-        if self.last.again(groups, state, scaler):
+        self.last = None  # an error may leave it with addresses that no table on the device has
+        if last.again(groups, state, scaler):
+            self.last = last
             self._wait = self._left = 0
             return True
-        self.last = None
         return False
 
     def holds(self, p: Tensor) -> int:

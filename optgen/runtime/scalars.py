@@ -19,8 +19,9 @@ Truth = bool | Tensor
 """The same of a condition: a 0-dim bool tensor."""
 
 
-_constants: dict[tuple[str, torch.device], Tensor] = {}
-"""Numbers as tensors, by their text (zeros have signs): most of them never change."""
+_constants: dict[tuple[str, torch.device, int], Tensor] = {}
+"""Numbers as tensors, by their text (zeros have signs): most of them never change.  Each stream has its own, since
+others do not wait for it."""
 
 KEPT = 4096
 
@@ -29,15 +30,21 @@ def _like(x: Scalar, other: Tensor) -> Tensor:
     """x as an fp64 tensor beside another; not to be written."""
     if isinstance(x, Tensor):
         return x
-    key = (repr(x), other.device)
+    device = other.device
+    if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():  # it may run when none of these is left
+        return torch.full((), x, dtype=torch.float64, device=device)
+    key = (repr(x), device, _stream(device))
     found = _constants.get(key)
     if found is None:
-        found = torch.full((), x, dtype=torch.float64, device=other.device)
-        if not (torch.cuda._initialized and torch.cuda.is_current_stream_capturing()):  # else a graph's own
-            if len(_constants) >= KEPT:
-                _constants.clear()
-            _constants[key] = found
+        if len(_constants) >= KEPT:
+            _constants.clear()
+        found = _constants[key] = torch.full((), x, dtype=torch.float64, device=device)
     return found
+
+
+def _stream(device: torch.device) -> int:
+    """What work on a device is put into now."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def choose(condition: Truth, then: Scalar, other: Scalar) -> Scalar:

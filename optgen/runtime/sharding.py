@@ -657,8 +657,22 @@ def agreed(params: Sequence[DTensor]) -> list[bool]:
     return found
 
 
+def anywhere(found: bool, params: Iterable[Any]) -> bool:
+    """Whether it was found on any rank of the meshes over which these parameters lie: those have to ask as well."""
+    import torch.distributed as dist
+
+    for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
+        if mesh.get_coordinate() is not None:
+            have = torch.tensor([found], dtype=torch.uint8).to(mesh.device_type)
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            found = bool(have.item())
+    return found
+
+
 __all__ = [
-    "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "chunk", "decode", "field_layout", "gather",
-    "gradient", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "part_of", "reduce", "reduced",
-    "region", "role", "serve", "wrapped",
+    "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "anywhere", "chunk", "decode", "field_layout",
+    "gather", "gradient", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "part_of", "reduce",
+    "reduced", "region", "role", "serve", "wrapped",
 ]  # fmt: skip
