@@ -9,15 +9,16 @@ on it stays on it whatever its neighbours do: of few bits that is worth more tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import NOISE_BITS, check_block, check_words
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.coded import check_block, check_words
+from optgen.formats.format import Field, Noise, Rounding
+from optgen.formats.pseudolog import PseudoLog
 from optgen.lang.values import Num, bits, block_max, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
 
@@ -26,7 +27,7 @@ CLOSE = 2.0**-10
 
 
 @dataclass(frozen=True)
-class LogMax(Format):
+class LogMax(PseudoLog):
     """Codes of b bits and 16 bits per block: the number of the grid point of the block's largest root.
 
     That is the point at or above it stochastically, the nearest one to nearest.
@@ -65,25 +66,6 @@ class LogMax(Format):
     def of(self) -> Literal["sqrt"]:
         """What is kept: the root."""
         return "sqrt"
-
-    @property
-    def signed(self) -> bool:
-        return False
-
-    @property
-    def plus_zero(self) -> bool:
-        return True
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    def rounded(self, rounding: Rounding) -> Format:
-        return replace(self, rounding=rounding)
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
 
     @property
     def codes(self) -> int:

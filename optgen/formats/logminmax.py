@@ -9,14 +9,15 @@ integer arithmetic on the pattern: the same bits on every backend, no logarithm,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import NOISE_BITS, check_block, check_words
-from optgen.formats.format import Field, Format, Noise, Rounding
+from optgen.formats.coded import check_block, check_words
+from optgen.formats.format import Field, Noise, Rounding
+from optgen.formats.pseudolog import PseudoLog
 from optgen.lang.values import (
     Num,
     bits,
@@ -37,7 +38,7 @@ from optgen.ops.dtypes import f32, i16, i32
 
 
 @dataclass(frozen=True)
-class LogMinMax(Format):
+class LogMinMax(PseudoLog):
     """Codes of b bits and a 16-bit header per block: first unit (8 bits), cells per unit k (8 bits).
 
     With w units between minimum and maximum, k = min(255, floor(2^b / w)), the relative error of the root (of
@@ -68,25 +69,6 @@ class LogMinMax(Format):
         how = "stochastic" if self.noise_bits else "nearest"
         what = "sqrt" if self.of == "sqrt" else "value"
         return f"{self.bits}-bit unsigned blocks of {self.block}: {what} between minimum and maximum, pseudo-log, {how}"
-
-    @property
-    def signed(self) -> bool:
-        return False
-
-    @property
-    def plus_zero(self) -> bool:
-        return True
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    def rounded(self, rounding: Rounding) -> Format:
-        return replace(self, rounding=rounding)
-
-    @property
-    def noise_bits(self) -> int:
-        return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
 
     @property
     def unit(self) -> int:

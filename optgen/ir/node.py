@@ -21,7 +21,7 @@ node came from is not part of it: names and source places belong to the lets of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -166,27 +166,33 @@ def unseen(root: Node, seen: set[Node]) -> list[Node]:
     `seen` holds with a node everything below it.
     """
     out: list[Node] = []
-    if root in seen:
-        return out
+    for node in _waiting(root, seen):
+        seen.add(node)
+        out.append(node)
+    return out
+
+
+def _waiting(root: Node, done: Container[Node]) -> Iterator[Node]:
+    """Nodes below a root that are not `done`, operands first; who asks for the next one has put the last one there."""
+    if root in done:
+        return
     stack: list[Node | None] = [root]
     path: list[Node] = []  # whose operands are being looked at; None on the stack ends the last one's
     while stack:
         node = stack.pop()
         if node is None:
             node = path.pop()
-        elif node in seen:
+        elif node in done:
             continue
         elif node.args:
-            waiting = [a for a in node.args if a not in seen]
+            waiting = [a for a in node.args if a not in done]
             if waiting:
                 path.append(node)
                 stack.append(None)
                 waiting.reverse()
                 stack += waiting
                 continue
-        seen.add(node)
-        out.append(node)
-    return out
+        yield node
 
 
 class Rewriter:
@@ -198,22 +204,7 @@ class Rewriter:
 
     def __call__(self, root: Node) -> Node:
         memo, rule = self.memo, self.rule
-        stack: list[Node | None] = [root]
-        path: list[Node] = []
-        while stack:  # as `unseen` goes
-            node = stack.pop()
-            if node is None:
-                node = path.pop()
-            elif node in memo:
-                continue
-            elif node.args:
-                waiting = [a for a in node.args if a not in memo]
-                if waiting:
-                    path.append(node)
-                    stack.append(None)
-                    waiting.reverse()
-                    stack += waiting
-                    continue
+        for node in _waiting(root, memo):
             args = tuple([memo[a] for a in node.args])
             memo[node] = rule(node if args == node.args else op(node.op, *args, attr=node.attr))
         return memo[root]
