@@ -265,7 +265,7 @@ def test_what_was_replaced_in_a_folder_beside_it_is_left_to_that_one(tmp_path: P
     left = tmp_path / ".optgen-made-2-12345678"
     (left / "old").mkdir(parents=True)
     (left / "old/a.py").write_text("made-2, old")
-    (left / swap._LIST).write_text(json.dumps({"folder": "made-2", "files": ["a.py", "b.py"]}))
+    (left / swap._LIST).write_text(json.dumps({"folder": "made-2", "files": {"a.py": False, "b.py": False}}))
     (mine / "b.py").write_text("of made alone")
     swap.recover(mine)
     assert {p.name: p.read_text() for p in mine.iterdir()} == {"a.py": "made, new", "b.py": "of made alone"}
@@ -283,6 +283,22 @@ def test_a_folder_that_was_just_made_is_not_taken_from_its_builder(tmp_path: Pat
     os.utime(left, (0, 0))
     swap.recover(tmp_path / "made")
     assert not left.exists()
+
+
+def test_putting_back_that_is_cut_short_is_done_again(project: Path) -> None:
+    run(names=("first",))
+    before = content(project / "generated")
+    (project / "specs/first.py").write_text(rule("first", "5e-3"))
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", _KILLED, "4"], env=path, check=False).returncode == 9
+    (staging,) = project.glob(".optgen-*")
+    out = project / "generated"
+    fresh = swap._listed(staging, out)
+    assert fresh
+    swap._put_back(staging, out, fresh)  # killed before the folder was cleared
+    swap.recover(out)
+    assert content(out) == before
+    assert not list(project.glob(".optgen-*"))
 
 
 def test_the_folder_of_a_build_that_is_under_way_is_left_alone(project: Path) -> None:
@@ -303,7 +319,7 @@ def test_a_failure_while_writing_leaves_whole_files(project: Path, monkeypatch: 
     real = os.replace
 
     def fail(a: Path, b: Path) -> None:
-        if len(replaced) == 2:
+        if len(replaced) == 2 and "new" in Path(a).parts:
             raise OSError(28, "No space left on device", str(b))
         replaced.append(str(b))
         real(a, b)

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 _LIST, _LOCK = "moving.json", "lock"
@@ -34,12 +34,13 @@ def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], l
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_text(text, encoding="utf-8", newline="\n")
         names = [*sorted(files, key=lambda name: (name == last, name)), *removed]
+        fresh = {name: not (out / name).is_file() for name in names}
         for name in names:
-            if (out / name).is_file():
+            if not fresh[name]:
                 (old / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(out / name, old / name)
         try:
-            (staging / _LIST).write_text(json.dumps({"folder": out.name, "files": names}), encoding="utf-8")
+            (staging / _LIST).write_text(json.dumps({"folder": out.name, "files": fresh}), encoding="utf-8")
             for name in names:
                 if name in files:
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], l
                 else:
                     (out / name).unlink(missing_ok=True)
         except BaseException:
-            _put_back(staging, out, names)
+            _put_back(staging, out, fresh)
             raise
 
 
@@ -58,8 +59,8 @@ def recover(out: Path) -> None:
             if not (staging / _LIST).exists() and time.time() - staging.stat().st_mtime < _YOUNG:
                 continue  # nothing has moved, and who made it may be about to lock it
         with contextlib.suppress(OSError), _ours(staging) as ours:
-            if ours and (names := _listed(staging, out)) is not None:
-                _put_back(staging, out, names)
+            if ours and (fresh := _listed(staging, out)) is not None:
+                _put_back(staging, out, fresh)
                 shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -67,25 +68,27 @@ def _prefix(out: Path) -> str:
     return f".optgen-{out.name}-"
 
 
-def _listed(staging: Path, out: Path) -> Collection[str] | None:
-    """What was being moved; nothing, where the list itself is cut short: it is whole before the first file moves.
+def _listed(staging: Path, out: Path) -> Mapping[str, bool] | None:
+    """What was being moved, and whether there was no such file; nothing, where the list itself is cut short: it is
+    whole before the first file moves.
 
     None where it is of another folder, whose name begins as that of `out`.
     """
     try:
         found = json.loads((staging / _LIST).read_text(encoding="utf-8"))
-        names: list[str] = found["files"]
-        return names if found["folder"] == out.name else None
+        fresh: dict[str, bool] = found["files"]
+        return fresh if found["folder"] == out.name else None
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return {}
 
 
-def _put_back(staging: Path, out: Path, names: Collection[str]) -> None:
-    for name in names:
+def _put_back(staging: Path, out: Path, fresh: Mapping[str, bool]) -> None:
+    """Done again, it changes nothing: it may be cut short as well."""
+    for name, was_none in fresh.items():
         with contextlib.suppress(OSError):
             if (staging / "old" / name).is_file():
-                os.rename(staging / "old" / name, out / name)
-            elif not (staging / "new" / name).exists():  # it was moved, and there was none before
+                os.replace(staging / "old" / name, out / name)
+            elif was_none and not (staging / "new" / name).exists():  # it was moved
                 (out / name).unlink(missing_ok=True)
 
 
