@@ -456,9 +456,12 @@ def tile(
     last = {let.node.uid: i for i, let in enumerate(lets)}
     ready = {s.buffer: max((last.get(n.uid, 0) for n in printed([s.node])), default=0) for s in waiting}
     lines = bound_lines((), printer)
+    anchor = anchor_of(schedule) if printer.keeps else None
     for i, let in enumerate(lets):
         for stage, new in bound_lines((let,), printer).items():
             lines[stage] += new
+        if let is anchor:  # before its name is taken for what becomes of it
+            lines[let.stage].append((f"index = within(index, {let.name})", ""))
         for s in [s for s in waiting if ready[s.buffer] <= i]:
             waiting.remove(s)
             lines["encode"].append((_put(program, s, printer), ""))
@@ -476,6 +479,13 @@ def tile(
     out = [*tables(program, function), "@triton.jit", *wrapped(f"def {function}_tile(", names)]
     out.append('    """One tile."""')
     return out + [f"    {line}" for line in assemble(lines, source)]
+
+
+def anchor_of(schedule: Schedule) -> Let | None:
+    """What a tile function that draws random numbers loads in bytes or halves, if anything; see `within` of the prelude."""
+    lets = _lets(schedule) if _is_counted(schedule.program) else ()
+    loads = [let for let in lets if let.node.op == "load" and let.node.space == spaces.elem]
+    return next((let for let in loads if let.node.dtype.bits in (8, 16)), None)
 
 
 def _lets(schedule: Schedule) -> tuple[Let, ...]:

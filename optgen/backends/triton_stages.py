@@ -28,6 +28,7 @@ from optgen.backends.triton import (
     Table,
     Term,
     TritonPrinter,
+    anchor_of,
     extents,
     folded,
     further_on,
@@ -175,6 +176,7 @@ def needs(step: Step) -> list[str]:
             for t in terms(s.schedule):
                 names |= {"down", "fold"} if strict or t.is_max else set()
                 names.discard("opaque")
+            names |= {"within"} if anchor_of(s.schedule) else set()
         elif not s.is_sweep:
             names |= {n.op for n in postorder(s.schedule.program.roots()) if n.op in GATHERS}
             for t in terms(s.schedule):

@@ -9,6 +9,7 @@ value meets one factor per row, and one per column.
 
 rewrite (ROUNDS):
     row_sum(mul(mul(h, x), mul(h, x)))               ->  mul(mul(h, h), row_sum(mul(x, x)))
+    row_sum(div(mul(h, x), y))                       ->  mul(h, row_sum(div(x, y)))
     div(row_sum(add(mul(x, x), h)), #extent.columns) ->  add(div(row_sum(mul(x, x)), #extent.columns), h), h >= 0
     div(mul(x, row), tensor)                         ->  mul(x, mul(row, div(1.0, tensor)))      x per element
 """
@@ -123,13 +124,15 @@ def linear(program: Program) -> Program:
             return new
         if not _is_sum(node):
             return node
-        factors = _factors(node.args[0])
+        (x,) = node.args
+        factors = _factors(x.args[0] if x.op == "div" else x)
         host = [f for f in factors if f.space == spaces.host]
         others = [f for f in factors if f.space != spaces.host]
         if not host or not others or _square(others).space != spaces.elem:
             return node
         fired = True
-        return ir.op("mul", _product(host), ir.op(node.op, _square(others)))
+        rest = _square(others)
+        return ir.op("mul", _product(host), ir.op(node.op, ir.op("div", rest, x.args[1]) if x.op == "div" else rest))
 
     rewrite = Rewriter(rule)
     kept = tuple(replace(k, old=rewrite(k.old), new=rewrite(k.new)) for k in program.kept)
