@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor
 
@@ -44,8 +44,7 @@ def torch_optim(cls: str, **fixed: Any) -> Oracle:
 
 def peer(cls: str, **fixed: Any) -> Oracle:
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-        module = pytest.importorskip("pytorch_optimizer")
-        return stepping(lambda ps: getattr(module, cls)(ps, **flags, **hypers, **fixed))
+        return stepping(lambda ps: getattr(pytorch_optimizer, cls)(ps, **flags, **hypers, **fixed))
 
     return make
 

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import came_pytorch
 import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor
 
@@ -147,7 +149,7 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shape: tupl
         assert float(torch.cat(width).nanmedian()) < 0.01 * float(torch.cat(moved).median())
 
 
-# -- peers that are no dependency of the tests: they run where they are installed
+# -- the packages that the papers' rules above are checked with
 
 
 def follows(make: Any, oracle: Any, shapes: tuple[tuple[int, ...], ...], lr: float, relative: float) -> None:
@@ -164,7 +166,8 @@ def follows(make: Any, oracle: Any, shapes: tuple[tuple[int, ...], ...], lr: flo
 
 @pytest.mark.usefixtures("double")
 def test_transformers_adafactor_is_the_papers() -> None:
-    transformers = pytest.importorskip("transformers.optimization")
+    from transformers import optimization as transformers  # loads much: not for every worker
+
     base = {"eps": (1e-30, 1e-3), "clip_threshold": 0.8, "decay_rate": -0.8, "weight_decay": 0.01}
     for scale, relative, beta1 in itertools.product((False, True), (False, True), (0.0, 0.9)):
         flags = {"scale_parameter": scale, "relative_step": relative}
@@ -198,7 +201,6 @@ def _without_lr(optimizer: Any) -> Any:
 
 @pytest.mark.usefixtures("double")
 def test_the_authors_came_is_the_papers() -> None:
-    came_pytorch = pytest.importorskip("came_pytorch")
     options = {"eps": (1e-30, 1e-16), "clip_threshold": 0.8, "betas": (0.9, 0.99, 0.999), "weight_decay": 0.01}
     follows(
         lambda ps: came_pytorch.CAME(ps, lr=1e-2, **options), lambda: oracles.came({}, options), SHAPES[2:], 1e-2, 1e-10
@@ -207,10 +209,9 @@ def test_the_authors_came_is_the_papers() -> None:
 
 @pytest.mark.usefixtures("double")
 def test_pytorch_optimizers_sm3_is_the_papers_on_vectors_and_matrices() -> None:
-    module = pytest.importorskip("pytorch_optimizer")
     for momentum in (0.0, 0.8):
         follows(
-            lambda ps, momentum=momentum: module.SM3(ps, lr=0.1, momentum=momentum),
+            lambda ps, momentum=momentum: pytorch_optimizer.SM3(ps, lr=0.1, momentum=momentum),
             lambda momentum=momentum: oracles.sm3({}, {"momentum": momentum}),
             ((7,), (1, 6), (6, 1), (5, 7)), 0.1, 1e-10,
         )  # fmt: skip

@@ -11,7 +11,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import dadaptation
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 from torch import Tensor
 
@@ -71,7 +74,6 @@ def hold(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tenso
     [({}, 12), ({"weight_decay": 0.1, "warmup_steps": 5}, 20), ({"r": 1.0, "weight_lr_power": 0.0, "lr": 0.05}, 20)],
 )
 def test_schedule_free_adamw_is_the_authors(options: dict[str, Any], steps: int) -> None:
-    schedulefree = pytest.importorskip("schedulefree")
 
     def theirs(params: list[torch.nn.Parameter]) -> Any:
         opt = schedulefree.AdamWScheduleFree(params, foreach=False, **options)
@@ -89,7 +91,6 @@ def test_schedule_free_adamw_is_the_authors(options: dict[str, Any], steps: int)
 
 @pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": 0.5, "weight_decay": 0.01, "warmup_steps": 4}])
 def test_schedule_free_sgd_is_the_authors(options: dict[str, Any]) -> None:
-    schedulefree = pytest.importorskip("schedulefree")
 
     def theirs(params: list[torch.nn.Parameter]) -> Any:
         opt = schedulefree.SGDScheduleFree(params, foreach=False, **options)
@@ -150,7 +151,6 @@ def test_optimizers_without_other_weights_take_eval_and_train() -> None:
     ],
 )
 def test_prodigy_is_the_authors(options: dict[str, Any]) -> None:
-    prodigyopt = pytest.importorskip("prodigyopt")
     cls = compiled("prodigy")
     start, gs = weights(SHAPES), gradients(SHAPES, 20)
     exact, a = walk(lambda params: prodigyopt.Prodigy(params, **options), start, gs, torch.float64)
@@ -166,7 +166,6 @@ def test_prodigy_is_the_authors(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{"d0": 1e-2}, {"d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}])
 def test_d_adaptation_is_the_authors(options: dict[str, Any]) -> None:
-    dadaptation = pytest.importorskip("dadaptation")
     cls = compiled("dadapt_adam")
     start, gs = weights(SHAPES), gradients(SHAPES, 20)
 
