@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+import optgen.formats
+import optgen.lang
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_frame, relative
@@ -270,6 +272,9 @@ def _as_user_error(error: Exception, file: Path) -> UserError:
 def _meant(error: Exception) -> str:
     """A name like the one that is not there; "" where none is near."""
     source: object
+    if isinstance(error, NameError) and error.name:
+        found = next((m for m in (optgen.lang, optgen.formats) if error.name in m.__all__), None)
+        return f"from {found.__name__} import {error.name}" if found else ""
     if isinstance(error, ImportError):
         words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
         source = sys.modules.get(words[2]) if words else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
-from optgen.base.loc import Loc
+from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_snake
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
@@ -33,6 +35,8 @@ CALLED = frozenset(
 
 
 def optimizer(
+    function: object = None,
+    /,
     *,
     cite: str = "",
     like: str | None = None,
@@ -51,6 +55,14 @@ def optimizer(
             ones; "first", of the first dimension (output neurons, channels) against all others; "blocks", the same,
             and the user may say of single parameters how many blocks of consecutive rows are one row each
     """
+    if function is not None:
+        what = "`@optimizer` stands without its parentheses"
+        raise UserError("E113", loc=author_loc(), what=what, hint='@optimizer(cite="...")')
+    for option, text in (("cite", cite), ("like", like or ""), ("name", name or "")):
+        if not isinstance(text, str):
+            raise UserError("E113", loc=author_loc(), what=f"{option}= is a text, got {text!r}", hint="")
+    if name is not None and (not name.isidentifier() or not name.isascii() or keyword.iskeyword(name)):
+        raise UserError("E113", loc=author_loc(), what=f"name= is that of a class, got {name!r}", hint='name="MyRule"')
     if matrix not in ("last", "first", "blocks"):
         hint = (
             "last: the last two dimensions; first: dimension 0 against all others; blocks: the same, where the user "
@@ -60,6 +72,12 @@ def optimizer(
         raise UserError("E113", loc=author_loc(), what=what, hint=hint)
 
     def make(function: Callable[..., Any]) -> Spec:
+        if not isinstance(function, FunctionType):
+            what = f"`@optimizer` makes a spec of a function, got {getattr(function, '__name__', repr(function))}"
+            raise UserError("E113", loc=author_loc(), what=what, hint="def my_rule(p, g, average=state(), *, lr=...):")
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            what = f"`{function.__name__}` does not return: it yields, or is async"
+            raise UserError("E113", loc=of_code(function.__code__), what=what, hint="a plain def that ends with return")
         return _spec(function, cite, like, name, evaluate, matrix)
 
     return make
@@ -143,6 +161,12 @@ def _declared(p: inspect.Parameter, source: Source) -> Declaration:
     loc = source.parameters.get(p.name, source.head)
     keyword = p.kind is p.KEYWORD_ONLY
     d = p.default
+    if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
+        hint = "name every state and hyper-parameter; a lone `*` divides them"
+        raise UserError("E111", loc=loc, name=f"{stars}{p.name}", got="any number of arguments", hint=hint)
+    if d is p.empty:
+        raise UserError("E111", loc=loc, name=p.name, got="without a default")
     if isinstance(d, (StateDecl, HostStateDecl)) and not keyword or isinstance(d, FlagDecl) and keyword:
         return replace(d, name=p.name, loc=loc)
     if isinstance(d, HyperDecl) and keyword:
@@ -155,8 +179,7 @@ def _declared(p: inspect.Parameter, source: Source) -> Declaration:
     if callable(d):
         called = getattr(d, "__name__", "it")
         raise UserError("E111", loc=loc, name=p.name, got=f"`{called}` itself", hint=f"call it: {called}(...)")
-    got = "no default" if d is p.empty else f"{d!r}"
-    raise UserError("E111", loc=loc, name=p.name, got=got)
+    raise UserError("E111", loc=loc, name=p.name, got=f"{d!r}")
 
 
 def _parts(name: str, decl: HyperDecl, source: Source) -> tuple[str, ...]:
