@@ -35,7 +35,7 @@ CALLED = frozenset(
 
 
 def optimizer(
-    function: None = None,
+    function: object = None,
     /,
     *,
     cite: str = "",
