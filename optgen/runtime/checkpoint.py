@@ -45,13 +45,37 @@ def _plans_of_single_parameters(
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters)
+def _columns_of_dimensions(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """2 -> 3: the same, but for rank-1 scales of tensors of more than two dimensions: one for each index of each
+    dimension behind the first, where version 2 had one for each combination of indices.  `_misread` tells them apart.
+    """
+    return group, entries
+
+
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _columns_of_dimensions)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
 tests/cases/checkpoints made by the last commit before it."""
 
 FORMAT = len(MIGRATIONS)
+
+AXES = 3
+"""The first version with scales for the indices of each dimension."""
+
+
+def _misread(variant: Variant, p: Tensor) -> str:
+    """What a state from before AXES would be misread as; "" where its shape tells, or both are the same."""
+    for f in variant.fields:
+        if f.space == "axis":
+            dims = layout.column_dims(f.matrix, p.shape)
+            if len(dims) > 1 and math.prod(dims) == sum(dims):
+                return (
+                    f"{f.name}: expected scales of {len(dims)} dimensions, but before format {AXES} there was one for "
+                    f"each of their {math.prod(dims)} combinations: load a dense_state_dict() of the version that "
+                    f"saved it"
+                )
+    return ""
 
 
 def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -88,6 +112,7 @@ def read(
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = _parts(saved, misfits)
+    old = _before_axes(saved_groups)
     saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
@@ -105,6 +130,9 @@ def read(
             entry = saved_state.get(order[id(p)])
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
             if entry:
+                if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
+                    misfits.add(f"{state.label(p, name if isinstance(name, (str, int)) else str(name))}: {said}")
+                    continue
                 made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
@@ -143,6 +171,16 @@ def _present(
         states |= own
     misfits.stop()
     return made, states
+
+
+def _before_axes(groups: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """The parameters, by their numbers, of groups of an older version."""
+    found: set[Any] = set()
+    for group in groups:
+        version = group.get("format", 0)
+        if "plan" in group and type(version) is int and version < AXES:
+            found.update(group["params"])
+    return found
 
 
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
@@ -390,7 +428,9 @@ def _load_one(
         floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
         _numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg}, where, misfits)
         coded = [n for n in variant.states if not variant.is_plain(n)]
-        _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, (), where, misfits)
+        read = layout.decode(plan, variant, p, made, coded) if coded else {}
+        _numbers(read, coded, variant.nonneg, where, misfits)
+        _headers(made, read, variant.fields, where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
 
@@ -477,6 +517,29 @@ def _numbers(
         wrong = int((values[name] < 0).sum()) if name in nonneg else 0
         if wrong:
             misfits.add(f"{where}: {name}: expected numbers >= 0, {wrong} of {values[name].numel()} are negative")
+
+
+def _headers(
+    values: Mapping[str, Tensor], read: Mapping[str, Tensor], fields: Iterable[Field], where: str, misfits: Misfits
+) -> None:
+    """A misfit for every field of integers with one that its format never writes, or that makes an infinity: as a range
+    most integers can be read.
+
+    read   the states as they are decoded
+    """
+    for f in fields:
+        if f.most is None:
+            continue
+        value = values[f.name].to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
+        fits = (value >= f.least) & (value <= f.most)
+        if f.low:
+            fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
+        wrong = int((~fits & (values[f.name] != f.zero)).sum())
+        if wrong:
+            misfits.add(f"{where}: {f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
+        wrong = int(read[f.owner].isinf().sum()) if f.owner in read else 0
+        if wrong:
+            misfits.add(f"{where}: {f.owner}: expected finite numbers, {wrong} of {read[f.owner].numel()} are infinite")
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
