@@ -158,6 +158,7 @@ def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, An
     for number, entry in saved["state"].items():
         yield f"{number}: extra", lambda s, n=number: s["state"][n].update(extra=torch.zeros(3))
         yield f"{number}: not a dict", lambda s, n=number: s["state"].update({n: [1]})
+        yield f"{number}: a tensor", lambda s, n=number: s["state"].update({n: torch.zeros(3)})
         yield f"{number}: another number", lambda s, n=number: s["state"].update({n + 77: s["state"].pop(n)})
         for key, value in entry.items():
             where = f"{number}.{key}"
@@ -192,6 +193,10 @@ def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, An
     yield "groups: twice", lambda s: s["param_groups"].append(s["param_groups"][0])
     yield "params: fewer", lambda s: s["param_groups"][0]["params"].pop()
     yield "names: one other", lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "other")
+    yield "names: a number", lambda s: s["param_groups"][0].update(param_names=2.5)
+    yield "names: lists", lambda s: s["param_groups"][0]["param_names"].__setitem__(0, ["w"])
+    yield "params: a list", lambda s: s["param_groups"][0]["params"].__setitem__(0, [0])
+    yield "params: a tensor", lambda s: s["param_groups"][0]["params"].__setitem__(0, torch.zeros(2))
     yield "names: fewer", lambda s: s["param_groups"][0]["param_names"].pop()
     yield "params: swapped", lambda s: s["param_groups"][0]["params"].reverse()
     yield "state: no dict", lambda s: s.update(state=[])

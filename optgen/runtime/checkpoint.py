@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -125,11 +125,11 @@ def read(
     for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
         own = "plan" in saved_group  # else of torch.optim or another package
         found = zip(labels, group["params"], strict=True)
-        arena = _arena(cls, group, {label: p for label, p in found if saved_state.get(order[id(p)])})
+        arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
             entry = saved_state.get(order[id(p)])
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
-            if entry:
+            if _is_there(entry):
                 if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
                     misfits.add(f"{state.label(p, name if isinstance(name, (str, int)) else str(name))}: {said}")
                     continue
@@ -200,7 +200,31 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
         misfits.add("expected 'state': a dict by parameter number")
     misfits.stop()
     assert isinstance(groups, Sequence) and isinstance(entries, Mapping)
+    for i, group in enumerate(groups):
+        for number in group["params"]:
+            if not isinstance(number, Hashable) or isinstance(number, Tensor):
+                misfits.add(f"group {i}: expected numbers of parameters in 'params', got {_short(number)}")
+        names = group.get("param_names")
+        if names is None:
+            continue
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            misfits.add(f"group {i}: expected names in 'param_names', got {_short(names)}")
+        elif len(names) != len(group["params"]):
+            misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
+    misfits.stop()
     return list(groups), entries
+
+
+def _is_there(entry: object) -> bool:
+    """Whether there is a state, or something that is none in its place."""
+    return bool(entry) if isinstance(entry, Mapping) else entry is not None
+
+
+def _short(value: object) -> str:
+    """How errors show what may be anything."""
+    if isinstance(value, Tensor):
+        return state.describe(value.dtype, tuple(value.shape))
+    return f"{value!r:.80}"
 
 
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
@@ -220,9 +244,6 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
             continue
         names, other_names = group.get("param_names"), other.get("param_names")
         if names is not None and other_names is not None and list(names) != list(other_names):
-            if len(other_names) != len(numbers):
-                misfits.add(f"group {i}: expected {len(numbers)} names in 'param_names', got {len(other_names)}")
-                continue
             missing, extra = set(names) - set(other_names), set(other_names) - set(names)
             if not missing and not extra:
                 by_name = dict(zip(other_names, numbers, strict=True))
@@ -367,7 +388,7 @@ def _load_one(
     """
     where = state.label(p, name if isinstance(name, (str, int)) else str(name))
     if not isinstance(entry, Mapping):
-        misfits.add(f"{where}: expected a dict of states, got {entry!r}")
+        misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
         return None
     found = {key: value for key, value in entry.items() if value is not None}
     if not found:
@@ -586,7 +607,8 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena:
     """A private, contiguous copy of a saved field on p's device; floats are cast to the declared dtype."""
     want = state.describe(f.torch_dtype, layout.field_shape(f, p.shape))
     if not isinstance(value, Tensor):
-        misfits.add(f"{where}: {f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}"))
+        got = "it is missing" if value is None else f"got {_short(value)}"
+        misfits.add(f"{where}: {f.name}: expected {want}, {got}")
         return None
     floats = f.torch_dtype.is_floating_point and value.is_floating_point()
     if tuple(value.shape) != layout.field_shape(f, p.shape) or not (floats or value.dtype == f.torch_dtype):

@@ -271,6 +271,7 @@ class Optimizer(torch.optim.Optimizer):
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
         names = self._labels(tensors, params)
+        self._refuse_shared_memory(tensors, names)
         found |= self._overrides(given, found["plan"], tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
         self._refuse_layouts(tensors, {**group, **found}, names)
@@ -290,7 +291,22 @@ class Optimizer(torch.optim.Optimizer):
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
         if state.overlaps(p):
-            raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
+            raise ValueError(
+                f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
+                f"a sliding window: its elements overlap; optimize the tensor that it is a view of"
+            )
+
+    def _refuse_shared_memory(self, tensors: Sequence[Tensor], names: Sequence[Label]) -> None:
+        """ValueError where a parameter of a group that is to come has memory in common with another one."""
+        every = [(entry.p, entry.name) for entry in self._entries()] + list(zip(tensors, names, strict=True))
+        trained = [(p, name) for p, name in every if p.requires_grad]
+        found = state.alike([p for p, _ in trained])
+        if found is not None and trained[found[0]][0] is not trained[found[1]][0]:  # torch says that one is in twice
+            a, b = (state.label(*trained[i]) for i in found)
+            raise ValueError(
+                f"{type(self).__name__}: {a} and {b} share memory, which both updates would write: tie weights by "
+                f"giving both modules the same Parameter, or optimize the tensor that both are views of"
+            )
 
     def _labels(self, tensors: list[Tensor], params: Any) -> list[Label]:
         """What the parameters of a group that is to come will be called: their names, or positions over all groups."""
