@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from optgen.runtime import blocks as of_rows
 from optgen.runtime import (
+    brokenoff,
     checkpoint,
     control,
     cpu,
@@ -208,6 +209,7 @@ class Optimizer(torch.optim.Optimizer):
         self._release: release.Release | None = None
         self._offload = offload.Offload()
         self._room: Arena | None = None
+        self._broke_off: brokenoff.BrokenOff | None = None
         self._strays: int | None = 0
         """Steps in a row that found no gradient; None: something was said, or there is nothing to say (of a part)."""
 
@@ -279,6 +281,7 @@ class Optimizer(torch.optim.Optimizer):
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
         names = self._labels(tensors, params)
+        self._refuse_shared_memory(tensors, names)
         found |= self._overrides(given, found["plan"], tensors, names)
         found |= self._rows(rows, tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
@@ -299,7 +302,22 @@ class Optimizer(torch.optim.Optimizer):
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
         if state.overlaps(p):
-            raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
+            raise ValueError(
+                f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
+                f"a sliding window: its elements overlap; optimize the tensor that it is a view of"
+            )
+
+    def _refuse_shared_memory(self, tensors: Sequence[Tensor], names: Sequence[Label]) -> None:
+        """ValueError where a parameter of a group that is to come has memory in common with another one."""
+        every = [(entry.p, entry.name) for entry in self._entries()] + list(zip(tensors, names, strict=True))
+        trained = [(p, name) for p, name in every if p.requires_grad]
+        found = state.alike([p for p, _ in trained])
+        if found is not None and trained[found[0]][0] is not trained[found[1]][0]:  # torch says that one is in twice
+            a, b = (state.label(*trained[i]) for i in found)
+            raise ValueError(
+                f"{type(self).__name__}: {a} and {b} share memory, which both updates would write: tie weights by "
+                f"giving both modules the same Parameter, or optimize the tensor that both are views of"
+            )
 
     def _labels(self, tensors: list[Tensor], params: Any) -> list[Label]:
         """What the parameters of a group that is to come will be called: their names, or positions over all groups."""
@@ -476,9 +494,14 @@ class Optimizer(torch.optim.Optimizer):
             self._look_for_strays()
             self._offload.step(self, scaler)
             return
-        if not self._replay.again(self.param_groups, self.state, scaler):
-            with torch.no_grad():
-                self._sort_and_run(scaler)
+        try:
+            if self._replay.again(self.param_groups, self.state, scaler):
+                return
+        except replay.Stopped as stopped:
+            self._break_off(stopped.error, stopped.done, stopped.at_work)
+            raise stopped.error from None
+        with torch.no_grad():
+            self._sort_and_run(scaler)
 
     def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
@@ -489,27 +512,11 @@ class Optimizer(torch.optim.Optimizer):
         shared.check(buckets)
         self._launcher.begin()
         prepared = [self._prepare(bucket, scaler) for bucket in buckets]
-        together = []
-        for ready in prepared:
-            bucket, tables, scalars, key, _ = ready
-            if bucket.waits:
-                together.append(shared.runner(bucket, tables, scalars, key))
-            elif isinstance(scalars, control.Control):
-                assert tables is not None
-                launch.run(bucket, tables, scalars, key)
-            elif tables is None:
-                run_reference(bucket, scalars, key)
-            elif tables.table is not None:
-                cpu.run(bucket, tables.table, scalars, key)
-            else:
-                launch.run(bucket, tables, scalars, key)
-            if not bucket.waits:
-                ready.finish()
-        if together:
-            shared.run(together)
-            for ready in prepared:
-                if ready.bucket.waits:
-                    ready.finish()
+        if not control.capturing():
+            for bucket, tables, scalars, key, _ in prepared:
+                if bucket.backend == "triton" and tables is not None:
+                    launch.load(bucket, tables, scalars, key)
+        self._run(prepared)
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         self._counters.take(buckets)
@@ -522,6 +529,43 @@ class Optimizer(torch.optim.Optimizer):
         if all(ready.tables is not None for ready in prepared):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
+
+    def _run(self, prepared: Sequence[Ready]) -> None:
+        """The kernels; an error says what has been stepped before it."""
+        alone = [ready for ready in prepared if not ready.bucket.waits]
+        waiting = [ready for ready in prepared if ready.bucket.waits]
+        done: list[state.State] = []
+        at_work: list[state.State] = []
+        try:
+            for ready in alone:
+                at_work = ready.bucket.owned
+                bucket, tables, scalars, key, _ = ready
+                if isinstance(scalars, control.Control):
+                    assert tables is not None
+                    launch.run(bucket, tables, scalars, key)
+                elif tables is None:
+                    run_reference(bucket, scalars, key)
+                elif tables.table is not None:
+                    cpu.run(bucket, tables.table, scalars, key)
+                else:
+                    launch.run(bucket, tables, scalars, key)
+                ready.finish()
+                done += at_work
+            if waiting:
+                at_work = [s for ready in waiting for s in ready.bucket.owned]
+                shared.run([shared.runner(b, tables, scalars, key) for b, tables, scalars, key, _ in waiting])
+                for ready in waiting:
+                    ready.finish()
+        except BaseException as error:
+            self._break_off(error, done, at_work)
+            raise
+        self._broke_off = None
+
+    def _break_off(self, error: BaseException, done: Sequence[state.State], at_work: Sequence[state.State]) -> None:
+        """Keeps what had been stepped when kernels were broken off, and says it in the error."""
+        self._broke_off = brokenoff.BrokenOff(self._entries(), self.state, done, at_work, self._broke_off)
+        if not self._offload.part:  # else the whole optimizer says it
+            error.add_note(f"{type(self).__name__}.step() broke off: {self._broke_off}")
 
     def _look_for_strays(self) -> None:
         """`_say_strays` of a step that is to be made from the gradients that are here."""
@@ -576,6 +620,7 @@ class Optimizer(torch.optim.Optimizer):
         fresh: list[tuple[Bucket, int]] = []
         position = 0
         states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, control.capturing()
+        broke_off = self._broke_off
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
         for number, group in enumerate(self.param_groups):
@@ -593,6 +638,8 @@ class Optimizer(torch.optim.Optimizer):
                     if p not in missing:
                         continue
                     g = missing[p]
+                elif broke_off is not None and broke_off.made(p, g):
+                    continue
                 name = start + i if names is None else names[i]
                 dtype, device, grad_dtype = p.dtype, p.device, g.dtype
                 known = dtypes.get(id(p))

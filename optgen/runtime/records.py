@@ -189,6 +189,8 @@ class Field:
     shared whether it is part of how a state with a value for each element is kept, though it has fewer entries
     nonneg whether no number in it is negative, where it has floats; of a state's first field: whether none of the
            state is
+    least, most  between which its integers lie where they are not `zero`, read as unsigned ones; None: anywhere
+    low    bit k: whether the low byte of such an integer may be k; 0: all may
     """
 
     name: str
@@ -201,6 +203,9 @@ class Field:
     matrix: Matrix = "last"
     shared: bool = False
     nonneg: bool = False
+    least: int = 0
+    most: int | None = None
+    low: int = 0
 
     @property
     def wide(self) -> bool:

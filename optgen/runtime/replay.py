@@ -257,6 +257,14 @@ class Part:
 Count = tuple[int, list[Any]] | control.Step
 
 
+class Stopped(Exception):
+    """A replay that an error broke off among its kernels: the states of what had been stepped, and of what was."""
+
+    def __init__(self, error: BaseException, done: list[dict[str, Any]], at_work: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.error, self.done, self.at_work = error, done, at_work
+
+
 class Replay:
     """What the last step found, to be compared with what the next one finds.
 
@@ -287,7 +295,8 @@ class Replay:
     def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None) -> bool:
         """Make the step, if it is like the last one; False, and nothing has changed, if not.
 
-        ValueError where a hyper-parameter is out of its range; nothing has changed then either.
+        ValueError where a hyper-parameter is out of its range; nothing has changed then either.  Stopped where a kernel
+        raises an error.
         """
         if len(groups) != len(self.groups) or (scaler is not None) != self.scaled or _around(self.parts) != self.around:
             return False
@@ -314,12 +323,19 @@ class Replay:
             if scaler is not None and self.on_host and scaler.found_infinity():
                 return True
             made = [part.numbers(self.groups[part.group], self.values, scaler) for part in self.parts]
-            for part, count in zip(self.parts, made, strict=True):
-                part.run(count)
-                if isinstance(count, tuple):
-                    self._finish(part, count[1])
-                else:
-                    count.finish()
+            done = 0
+            try:
+                for part, count in zip(self.parts, made, strict=True):
+                    part.run(count)
+                    if isinstance(count, tuple):
+                        self._finish(part, count[1])
+                    else:
+                        count.finish()
+                    done += 1
+            except BaseException as error:
+                held: Any = entries
+                begin = self.parts[done].entries if done < len(self.parts) else slice(0, 0)
+                raise Stopped(error, held[: begin.start], held[begin]) from None
         finally:
             grads[:] = self.blank
             entries[:] = self.blank
