@@ -88,7 +88,8 @@ class LogMax(PseudoLog):
         return ((127 + 64) << 23) - self.step - 1
 
     def fields(self) -> dict[str, Field]:
-        return narrow.fields(self.bits) | {"peak": Field(i16, self.block)}
+        last = -((self.lowest - self.highest) // self.step)
+        return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
 
     def code(self, parts: Mapping[str, Num]) -> Num:
         return narrow.joined(parts, self.bits)
