@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -64,6 +65,19 @@ def test_a_project_without_a_table_builds_its_specs_under_two_plans(project: Pat
     plans = {tuple(name.split("/")[:2]) for name in files if name.count("/") == 2}
     assert plans == {(s, p) for s in ("first", "second") for p in ("fp32", "int8_split24")}
     assert set(files) >= {"__init__.py", MANIFEST, "first/__init__.py", "first/fp32/triton_kernels.py"}
+
+
+def test_an_author_may_write_quotes_and_backslashes(project: Path) -> None:
+    """The docstring of the class holds his words and formulas as they are; names of builtins are his to use."""
+    text = rule("first").replace('"a test"', "'see \"\"\"x\"\"\" in C:\\\\new'").replace("beta", "float")
+    comment = "    m = m + 0.0  # not the end: \"\"\" nor */\n    p = p - lr * m"
+    (project / "specs/first.py").write_text(text.replace("    p = p - lr * m", comment))
+    run(names=("first",), plans=("fp32",))
+    made = ast.parse((project / "generated/first/__init__.py").read_text())
+    (cls,) = [node for node in made.body if isinstance(node, ast.ClassDef)]
+    assert 'see """x""" in C:\\new' in (ast.get_docstring(cls) or "")
+    for file in (project / "generated/first/fp32").glob("*.py"):
+        ast.parse(file.read_text())
 
 
 def test_the_table_decides(project: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import optgen
 import specs
+from optgen.base.errors import UserError
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.fuzz import Example, read_example
 
@@ -323,6 +324,30 @@ def test_files_import_their_neighbours(project: Path) -> None:
     assert load.find_spec("mine").name == "mine"
     assert sys.path == before
     assert list(specs.__path__) == beside
+
+
+def test_a_file_that_is_no_python_is_refused(project: Path) -> None:
+    (project / "notes").mkdir()
+    (project / "notes/rule").write_text("not Python\n")
+    with pytest.raises(UserError) as caught:
+        load.find_spec("notes/rule")
+    assert caught.value.code == "E417"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["list"], ["list", "--json"]])
+def test_output_that_nobody_takes(words: list[str]) -> None:
+    """A reader that has had enough is no finding; a full disk is said in one line."""
+    command = [sys.executable, "-m", "optgen", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait() == 0
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (2, "the output cannot be written: No space left on device\n")
 
 
 def test_a_case_reads_back() -> None:

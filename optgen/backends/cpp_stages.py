@@ -129,7 +129,7 @@ def stage(step: Step, number: int, name: str, source: str = "") -> list[str]:
     """The struct of one stage: `name` with its tile function and its places."""
     found, columns = step.stages[number], Columns.of(step)
     program = found.schedule.program
-    assert len(program.buffers) <= 64, "stages.h: MOST"
+    assert len(program.buffers) <= 256, "stages.h: MOST"
     assert found.is_sweep or all(b.dtype.name == "f32" for b in program.buffers), "few values are fp32"
     plan = StagePhases(found.schedule)
     block = program.block if found.is_sweep else 1

@@ -108,13 +108,19 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    env.filters["quoted"] = _quoted
     return env
+
+
+def _quoted(text: str) -> str:
+    """An author's text as it stands between triple quotes."""
+    return text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
 
 
 def render(template: str, **values: Any) -> str:
     """A file from its template, with no trailing blanks and one newline at the end."""
     text = environment().get_template(template).render(**values)
-    lines = [line.rstrip() for line in text.splitlines()]
+    lines = [line.rstrip() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
     return "\n".join(lines) + "\n"

@@ -179,6 +179,8 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
     if not path.is_file():
         near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UserError("E404", kind="file", name=relative(str(path)), hint=did_you_mean(path.name, near))
+    if path.suffix != ".py":
+        raise UserError("E417", path=relative(str(path)), why="specs and plans are Python files, NAME.py")
     return path.resolve(), name
 
 

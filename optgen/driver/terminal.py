@@ -6,7 +6,9 @@ holds exactly one object, whatever happens.  NO_COLOR and pipes turn colours off
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +41,12 @@ class Missing(Exception):
     """A command needs something that this machine does not have."""
 
 
+class _Out(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves it to `session`: who reads no further has had enough, and no check found anything."""
+        raise BrokenPipeError
+
+
 class Terminal:
     """One command's voice."""
 
@@ -47,7 +55,7 @@ class Terminal:
         self.code = OK
         self.silent = False
         self.result: dict[str, Any] = {}
-        self.out = Console(highlight=False, width=_width(sys.stdout))
+        self.out = _Out(highlight=False, width=_width(sys.stdout))
         self.err = Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
     def show(self, *what: RenderableType) -> None:
@@ -122,16 +130,40 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
     except KeyboardInterrupt:
         terminal.error(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        terminal.code = OK
-        sys.stderr.close()
+        _close_out()
+        terminal.code, terminal.silent = OK, True
+    except OSError as error:
+        if error.filename is not None or error.errno != errno.ENOSPC:
+            _internal(terminal, error)
+        else:
+            _close_out()
+            terminal.error(WRONG_INPUT, f"the output cannot be written: {error.strerror}")
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        sys.stderr.write(traceback.format_exc())
-        terminal.error(INTERNAL, f"internal error: {type(error).__name__}: {error}; this is a fault of optgen")
-    terminal.finish()
+        _internal(terminal, error)
+    try:
+        terminal.finish()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _close_out()
+    except OSError as error:
+        _close_out()
+        terminal.error(WRONG_INPUT, f"the output cannot be written: {error.strerror}")
     if terminal.code:
         raise typer.Exit(terminal.code)
+
+
+def _internal(terminal: Terminal, error: Exception) -> None:
+    sys.stderr.write("".join(traceback.format_exception(error)))
+    terminal.error(INTERNAL, f"internal error: {type(error).__name__}: {error}; this is a fault of optgen")
+
+
+def _close_out() -> None:
+    """Python writes what is left of stdout when it ends: to nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def as_fields(error: UserError) -> dict[str, Any]:

@@ -358,6 +358,7 @@ def _read_zip(path: Path) -> dict[str, Any]:
 
 def load_torch(path: Path) -> dict[str, Any]:
     """What torch.save wrote, without running code; CheckpointError where it holds more than values or is none."""
+    _check_begin(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
@@ -386,12 +387,17 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def check_bytes(path: Path) -> None:
-    """CheckpointError unless every byte is as it was written."""
-    size = path.stat().st_size
+def _check_begin(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise CheckpointError(f"{path} is no checkpoint: it does not begin like a file of torch.save")
+
+
+def check_bytes(path: Path) -> None:
+    """CheckpointError unless every byte is as it was written."""
+    size = path.stat().st_size
+    _check_begin(path)
+    with path.open("rb") as file:
         file.seek(max(0, size - COMMENT))
         comment = file.read()
         if not comment.startswith(MARK):

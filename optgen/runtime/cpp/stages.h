@@ -12,7 +12,7 @@ namespace {
 
 constexpr int LANES = 256, SEGMENT = 64 * LANES, PANEL_ROWS = 64;
 constexpr int FEW = 1024;       // entries of few values that are worked on at a time
-constexpr int MOST = 64;        // places of a stage
+constexpr int MOST = 256;       // places of a stage: each state of a rule has up to five
 constexpr int RUN = 8;          // panels of columns that one thread sums side by side
 constexpr int MARGIN = 128;     // bytes before and behind a tile in a thread's room
 constexpr int SIZES = 14;       // of a table row, behind its addresses
