@@ -666,6 +666,15 @@ def show(results: Mapping[str, Stats], opcodes: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
+def markdown(results: Mapping[str, Stats]) -> str:
+    """The table of docs/kernels.md: sweeps against what memory leaves time for."""
+    lines = ["| sweep | bytes | budget | instructions | registers |", "|---|---|---|---|---|"]
+    for name, s in results.items():
+        kernel = name.split(" ")[0]
+        lines.append(f"| {kernel} | {s.bytes:.2f} | {s.budget:.1f} | {s.per_element:.1f} | {s.registers} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Count every kernel of `kernels()` on the chosen targets; 1 where one spills to local memory."""
     parser = argparse.ArgumentParser(description="Instructions per element of the generated kernels, without a GPU.")
@@ -677,6 +686,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watched", action="store_true", help=f"those of other formats, on {WATCHED_ON}")
     parser.add_argument("--update", action="store_true", help="write the chosen and watched kernels' as baselines")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
+    parser.add_argument("--markdown", action="store_true", help="the same as lines of Markdown, of --sweeps")
     parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
     asked = parser.parse_args(arguments)
     results: dict[str, Stats] = {}
@@ -694,7 +704,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps({"kernel": job.name, "triton": triton.__version__, **asdict(stats)}), flush=True)
     if asked.update:
         update(results)
-    if not asked.json:
+    if asked.markdown:
+        print(markdown(results))
+    elif not asked.json:
         show(results, asked.opcodes)
     return int(any(s.stack > 0 for s in results.values()))
 
