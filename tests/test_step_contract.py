@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from generated import LAMB, AdamW
 from optgen.runtime import Optimizer
@@ -147,3 +149,60 @@ def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match=r"parameter 1 \(float32 \[64\]\) is an expanded view"):
         opt.step()
     assert all(bool((p == 1).all()) for p in params)
+
+
+def slid() -> Tensor:
+    return torch.randn(10).as_strided((4, 4), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("view", "overlapping"),
+    [
+        (slid, True),
+        (lambda: torch.randn(4, 1).expand(4, 3), True),
+        (lambda: torch.randn(20).as_strided((2, 3), (3, 2)), False),  # interleaved: 0 2 4 and 3 5 7
+        (lambda: torch.randn(20).as_strided((3, 2), (2, 4)), True),  # 4 twice
+        (lambda: torch.randn(6, 8, 3)[::2, :, 1:].permute(2, 0, 1), False),
+        (lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), False),
+        (lambda: torch.randn(0, 4), False),
+    ],
+)
+def test_views_whose_elements_overlap_are_refused(view: Callable[[], Tensor], overlapping: bool) -> None:
+    p = nn.Parameter(view())
+    counted = torch.arange(p.untyped_storage().nbytes() // 4).as_strided(p.shape, p.stride(), p.storage_offset())
+    assert (counted.unique().numel() < p.numel()) == overlapping
+    with pytest.raises(ValueError, match="elements overlap") if overlapping else nullcontext():
+        AdamW([p], plan="fp32")
+
+
+def pairs() -> Iterator[tuple[str, Tensor, Tensor, bool]]:
+    base = torch.randn(8, 12)
+    yield "one beside the other", base[:3], base[3:], False
+    yield "the same", base, base.view(12, 8), True
+    yield "the first and the last row", base[0], base[-1:], False
+    yield "inside", base, base[2:4, 3:5], True
+    yield "columns beside one another", base[:, :5], base[:, 5:], False
+    yield "columns that meet", base[:, :5], base[:, 4:], True
+    yield "even and odd", base[:, ::2], base[:, 1::2], False
+    yield "a row between columns", base[:, 0], base[2, 1:6], False
+    yield "a row across columns", base[:, 3], base[2, 1:6], True
+    yield "other dtypes", base[:, :5], base.view(torch.bfloat16)[:, 9:12], True
+    yield "other dtypes beside one another", base[:, :5], base.view(torch.bfloat16)[:, 10:14], False
+
+
+@pytest.mark.parametrize(("a", "b", "meet"), [pytest.param(*x[1:], id=x[0]) for x in pairs()])
+@pytest.mark.parametrize("turned", [False, True])
+def test_parameters_that_share_memory_are_refused(a: Tensor, b: Tensor, meet: bool, turned: bool) -> None:
+    """Kernels step all tensors at once: two of them may not write one place.  torch takes turns, here they race."""
+    params = [(name, nn.Parameter(t)) for name, t in (("a", a), ("b", b))]
+    assert all(p.data_ptr() == t.data_ptr() for (_, p), t in zip(params, (a, b), strict=True))
+    if turned:
+        params.reverse()
+    with pytest.raises(ValueError, match="share memory") if meet else nullcontext():
+        AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})
+    opt = AdamW(params[:1], plan={"float32": "fp32", "bfloat16": "fp32_master"})
+    with pytest.raises(ValueError, match="share memory") if meet else nullcontext():
+        opt.add_param_group({"params": params[1:]})
+    assert len(opt.param_groups) == (1 if meet else 2)
+    params[0][1].requires_grad_(False)
+    AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})  # one of them is not written

@@ -327,6 +327,16 @@ def _nonneg(spec: Spec, case: Case) -> set[str]:
     return found
 
 
+def _held(case: Case, name: str) -> str:
+    """What a field's integers may be, as arguments of its row."""
+    for state, storage in case.storage.states.items():
+        for suffix, f in storage.fields().items():
+            if field_name(state, suffix) == name and f.most is not None:
+                low = f", low={f.low:#x}" if f.low else ""
+                return f", least={f.least}, most={f.most}{low}"
+    return ""
+
+
 def _variant_row(
     spec: Spec, c: Compiled, name: str, strict_host: str, fast_host: str, step: str, kernel: str, codec: str
 ) -> dict[str, Any]:
@@ -346,6 +356,7 @@ def _variant_row(
         where += f', matrix="{matrix}"' if where and matrix != "last" else ""
         where += ", shared=True" if where and b.owner in elements else ""
         where += ", nonneg=True" if b.name in nonneg else ""
+        where += _held(c.case, b.name)
         fields.append(
             f'Field("{b.name}", "{b.dtype.torch}", {per}, zero={zero!r}, state="{b.owner}"{where})'
         )
@@ -450,6 +461,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         formulas=tuple(let.line for let in spec.trace().lets),
         rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
+        blocks=spec.blocks,
     )
 
 

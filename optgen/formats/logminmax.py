@@ -15,7 +15,7 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow
-from optgen.formats.coded import check_block, check_words
+from optgen.formats.check import check_block, check_words
 from optgen.formats.format import Field, Noise, Rounding
 from optgen.formats.pseudolog import PseudoLog
 from optgen.lang.values import (
@@ -107,7 +107,10 @@ class LogMinMax(PseudoLog):
         return end - (1 << (self.unit - 2) if self.bits > 6 else (1 << (self.unit - 1)) + 2)
 
     def fields(self) -> dict[str, Field]:
-        return narrow.fields(self.bits) | {"range": Field(i16, self.block)}
+        cells = {min((1 << self.bits) // units, 255) for units in range(1, self.most + 1)}
+        last = (self.highest >> self.unit) - (self.lowest >> self.unit)
+        header = Field(i16, self.block, least=min(cells), most=last << 8 | 255, low=sum(1 << count for count in cells))
+        return narrow.fields(self.bits) | {"range": header}
 
     def code(self, parts: Mapping[str, Num]) -> Num:
         return narrow.joined(parts, self.bits)

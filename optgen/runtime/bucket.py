@@ -66,6 +66,11 @@ class Bucket:
         """Whether its step is made together with those of other buckets."""
         return bool(self.variant.model_temps) or (bool(self.variant.stages) and bool(self.cut))
 
+    @property
+    def owned(self) -> list[state.State]:
+        """The states as the optimizer holds them."""
+        return [s if shard is None else shard.owner for s, shard in zip(self.states, self.shards, strict=True)]
+
     def numel(self, i: int) -> int:
         """Elements of the logical tensor."""
         return self.params[i].numel() if self.places is None else self.places[i].numel
@@ -117,8 +122,7 @@ class Bucket:
     def _keep(self, step: int | Tensor, host: Sequence[float | Tensor]) -> None:
         for user, copy in self.written:
             user.copy_(copy)
-        owned = [shard.owner for shard in self.shards if shard is not None]
-        for s in (*self.states, *owned):
+        for s in (*self.states, *(shard.owner for shard in self.shards if shard is not None)):
             s["step"] = step
             for name, value in zip(self.variant.host_names, host, strict=True):
                 s[name] = value

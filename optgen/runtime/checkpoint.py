@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime import foreign, layout, low_bits, options, plans, sharding, state
+from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float
@@ -45,13 +45,38 @@ def _plans_of_single_parameters(
     return group, entries
 
 
-MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters)
+def _blocks_and_columns(group: dict[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """2 -> 3: the same, but for two things that version 2 would not see: a group may have "blocks" of rows; rank-1
+    scales of tensors of more than two dimensions are one for each index of each dimension behind the first, where
+    version 2 had one for each combination of indices.  `_misread` tells them apart.
+    """
+    return group, entries
+
+
+MIGRATIONS: tuple[Migration, ...] = (_say_the_version, _plans_of_single_parameters, _blocks_and_columns)
 """From version i to i + 1: (saved group, state by parameter) -> the same in the next version, without changing either.
 
 A key that is new in a group, a field that is renamed, split or encoded anew: each is a migration here, and a file in
 tests/cases/checkpoints made by the last commit before it."""
 
 FORMAT = len(MIGRATIONS)
+
+AXES = 3
+"""The first version with scales for the indices of each dimension."""
+
+
+def _misread(variant: Variant, p: Tensor) -> str:
+    """What a state from before AXES would be misread as; "" where its shape tells, or both are the same."""
+    for f in variant.fields:
+        if f.space == "axis":
+            dims = layout.column_dims(f.matrix, p.shape)
+            if len(dims) > 1 and math.prod(dims) == sum(dims):
+                return (
+                    f"{f.name}: expected scales of {len(dims)} dimensions, but before format {AXES} there was one for "
+                    f"each of their {math.prod(dims)} combinations: load a dense_state_dict() of the version that "
+                    f"saved it"
+                )
+    return ""
 
 
 def migrated(group: Mapping[str, Any], entries: dict[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -88,23 +113,28 @@ def read(
     """
     misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = _parts(saved, misfits)
+    old = _before_axes(saved_groups)
     saved_groups, saved_state = _present(saved_groups, saved_state, misfits)
     order = _match(groups, saved_groups, misfits)
     merged = [_merge(cls, i, g, s, misfits) for i, (g, s) in enumerate(zip(groups, saved_groups, strict=True))]
     misfits.stop()
-    _take_overrides(cls, groups, merged, saved_groups, order, misfits)
-    misfits.stop()
+    _take_overrides(cls, groups, merged, saved_groups, order)
+    if cls.BLOCKS:
+        _take_blocks(cls, groups, merged, saved_groups, order)
     _known_ids(order, saved_state, misfits)
     loaded = Loaded({}, merged, [])
     missing: list[str] = []
     for group, saved_group, labels in zip(merged, saved_groups, _labels(merged), strict=True):
         own = "plan" in saved_group  # else of torch.optim or another package
         found = zip(labels, group["params"], strict=True)
-        arena = _arena(cls, group, {label: p for label, p in found if saved_state.get(order[id(p)])})
+        arena = _arena(cls, group, {label: p for label, p in found if _is_there(saved_state.get(order[id(p)]))})
         for i, (label, p) in enumerate(zip(labels, group["params"], strict=True)):
             entry = saved_state.get(order[id(p)])
             name = group["param_names"][i] if "param_names" in group else order[id(p)]
-            if entry:
+            if _is_there(entry):
+                if order[id(p)] in old and (said := _misread(select(cls, group, p, label)[2], p)):
+                    misfits.add(f"{state.label(p, name if isinstance(name, (str, int)) else str(name))}: {said}")
+                    continue
                 made = _load_one(cls, group, p, entry, name, label, own, misfits, arena, loaded.rounded)
                 if made is not None:
                     loaded.states[p] = made
@@ -145,6 +175,16 @@ def _present(
     return made, states
 
 
+def _before_axes(groups: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """The parameters, by their numbers, of groups of an older version."""
+    found: set[Any] = set()
+    for group in groups:
+        version = group.get("format", 0)
+        if "plan" in group and type(version) is int and version < AXES:
+            found.update(group["params"])
+    return found
+
+
 def opened(cls: Any, saved: Any) -> dict[str, Any]:
     """A copy of a state dict that hooks may change; TypeError where it is none."""
     if not isinstance(saved, Mapping):
@@ -162,7 +202,31 @@ def _parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str
         misfits.add("expected 'state': a dict by parameter number")
     misfits.stop()
     assert isinstance(groups, Sequence) and isinstance(entries, Mapping)
+    for i, group in enumerate(groups):
+        for number in group["params"]:
+            if not isinstance(number, Hashable) or isinstance(number, Tensor):
+                misfits.add(f"group {i}: expected numbers of parameters in 'params', got {_short(number)}")
+        names = group.get("param_names")
+        if names is None:
+            continue
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            misfits.add(f"group {i}: expected names in 'param_names', got {_short(names)}")
+        elif len(names) != len(group["params"]):
+            misfits.add(f"group {i}: expected {len(group['params'])} names in 'param_names', got {len(names)}")
+    misfits.stop()
     return list(groups), entries
+
+
+def _is_there(entry: object) -> bool:
+    """Whether there is a state, or something that is none in its place."""
+    return bool(entry) if isinstance(entry, Mapping) else entry is not None
+
+
+def _short(value: object) -> str:
+    """How errors show what may be anything."""
+    if isinstance(value, Tensor):
+        return state.describe(value.dtype, tuple(value.shape))
+    return f"{value!r:.80}"
 
 
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, Any]:
@@ -182,9 +246,6 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
             continue
         names, other_names = group.get("param_names"), other.get("param_names")
         if names is not None and other_names is not None and list(names) != list(other_names):
-            if len(other_names) != len(numbers):
-                misfits.add(f"group {i}: expected {len(numbers)} names in 'param_names', got {len(other_names)}")
-                continue
             missing, extra = set(names) - set(other_names), set(other_names) - set(names)
             if not missing and not extra:
                 by_name = dict(zip(other_names, numbers, strict=True))
@@ -211,8 +272,9 @@ def _merge(
     if sorted(taken.get("param_names", ())) == sorted(group.get("param_names", ())):
         taken.pop("param_names", None)  # matched by name: the present order holds
     merged = {**group, **taken}
-    if "plan" in saved and "overrides" not in saved:
-        merged.pop("overrides", None)
+    for key in ("overrides", "blocks"):
+        if "plan" in saved and key not in saved:
+            merged.pop(key, None)
     try:
         merged.update(options.check(cls, merged))
         merged["plan"] = options.record_plan(cls, merged["plan"], merged["params"])
@@ -233,46 +295,74 @@ def _labels(groups: Sequence[Mapping[str, Any]]) -> list[list[plans.Label]]:
 
 
 def _take_overrides(
-    cls: Any,
-    groups: Groups,
-    merged: Groups,
-    saved: Sequence[Mapping[str, Any]],
-    order: Mapping[int, Any],
-    misfits: Misfits,
+    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
 ) -> None:
     """Gives merged groups the plans of single parameters that the checkpoint has, under the names that hold now.
 
     A group of another package has none, and takes nothing away.  Warns where they are not those of the optimizer.
     """
-    theirs: dict[Any, str | None] = {}
+    changed = _take("overrides", plans.own, groups, merged, saved, order)
+    if changed:
+        label, was, now = changed[0]
+        warnings.warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
+            f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(str(now))}, not "
+            f"{_named(str(was))}{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint "
+            f"another plan",
+            stacklevel=4,
+        )
+
+
+def _take_blocks(
+    cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], order: Mapping[int, Any]
+) -> None:
+    """The same for the blocks into which single parameters fall."""
+    changed = _take("blocks", lambda group: blocks.of(cls, group), groups, merged, saved, order)
+    if changed:
+        label, was, now = changed[0]
+        was, now = (f"{count} blocks" if count else "a block for each row" for count in (was, now))
+        warnings.warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint has {len(changed)} parameters in other blocks than the "
+            f"`blocks` of this optimizer say, and is followed: {label!r} in {now}, not {was}"
+            f"{' (and others)' if len(changed) > 1 else ''}",
+            stacklevel=4,
+        )
+
+
+def _take(
+    key: str,
+    read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]],
+    groups: Groups,
+    merged: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    order: Mapping[int, Any],
+) -> list[tuple[plans.Label, Any, Any]]:
+    """Records in merged groups what the checkpoint's say under a key of single parameters, which `read` finds.
+
+    Returns (label, what this optimizer has, what the checkpoint has) where they differ.
+    """
+    theirs: dict[Any, Any] = {}
     for group, labels in zip(saved, _labels(saved), strict=True):
-        own = plans.own(group)
+        own = read(group)
         theirs.update((n, own.get(label)) for n, label in zip(group["params"], labels, strict=True))
-    changed: list[tuple[plans.Label, str, str]] = []
+    changed: list[tuple[plans.Label, Any, Any]] = []
     for i, (present, group, other) in enumerate(zip(groups, merged, saved, strict=True)):
         before, after = _labels(groups)[i], _labels(merged)[i]
-        own = plans.own(present)
+        own = read(present)
         if "plan" in other:
             found = [theirs[order[id(p)]] for p in group["params"]]
             changed += [
-                (label, str(own.get(old)), str(value))
+                (label, own.get(old), value)
                 for p, old, label, value in zip(group["params"], before, after, found, strict=True)
                 if value != own.get(old) and p.requires_grad and "plan" in present
             ]
         else:
             found = [own.get(label) for label in before]
-        group.pop("overrides", None)
+        group.pop(key, None)
         kept = tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None)
         if kept:
-            group["overrides"] = kept
-    if changed:
-        label, was, now = changed[0]
-        warnings.warn(
-            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
-            f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(now)}, not {_named(was)}"
-            f"{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint another plan",
-            stacklevel=4,
-        )
+            group[key] = kept
+    return changed
 
 
 def _named(value: str) -> str:
@@ -297,7 +387,9 @@ def select(
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
     small, vector = p.numel() < chosen.limit, p.ndim < 2
-    return chosen.name, chosen.module, plans.variant(chosen.module, p.dtype, small, flags, vector)
+    found = plans.variant(chosen.module, p.dtype, small, flags, vector)
+    count = blocks.of(cls, group).get(name) if name is not None else None
+    return chosen.name, chosen.module, blocks.seen(found, p, count)
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
@@ -329,7 +421,7 @@ def _load_one(
     """
     where = state.label(p, name if isinstance(name, (str, int)) else str(name))
     if not isinstance(entry, Mapping):
-        misfits.add(f"{where}: expected a dict of states, got {entry!r}")
+        misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
         return None
     found = {key: value for key, value in entry.items() if value is not None}
     if not found:
@@ -390,7 +482,9 @@ def _load_one(
         floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
         _numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg}, where, misfits)
         coded = [n for n in variant.states if not variant.is_plain(n)]
-        _numbers(layout.decode(plan, variant, p, made, coded) if coded else {}, coded, (), where, misfits)
+        read = layout.decode(plan, variant, p, made, coded) if coded else {}
+        _numbers(read, coded, variant.nonneg, where, misfits)
+        _headers(made, read, variant.fields, where, misfits)
         rounded += _true_rounding(plan, variant, p, made)
     return made if parts is None else parts.wrapped(made)
 
@@ -437,7 +531,7 @@ def _keep_codes(
         if (to.torch_dtype, beside.torch_dtype) != (code.dtype, scale.dtype):
             continue
         shapes = layout.field_shape(to, p.shape), layout.field_shape(beside, p.shape)
-        whole = layout.grid(p.shape)[1] % beside.per == 0
+        whole = layout.grid(layout.matrix_shape(to.matrix, p.shape))[1] % beside.per == 0
         if whole and (code.numel(), scale.numel()) == (math.prod(shapes[0]), math.prod(shapes[1])):
             trial[name] = code.reshape(shapes[0]).to(p.device, copy=True)
             trial[f"{name}_scale"] = scale.reshape(shapes[1]).to(p.device, copy=True)
@@ -477,6 +571,29 @@ def _numbers(
         wrong = int((values[name] < 0).sum()) if name in nonneg else 0
         if wrong:
             misfits.add(f"{where}: {name}: expected numbers >= 0, {wrong} of {values[name].numel()} are negative")
+
+
+def _headers(
+    values: Mapping[str, Tensor], read: Mapping[str, Tensor], fields: Iterable[Field], where: str, misfits: Misfits
+) -> None:
+    """A misfit for every field of integers with one that its format never writes, or that makes an infinity: as a range
+    most integers can be read.
+
+    read   the states as they are decoded
+    """
+    for f in fields:
+        if f.most is None:
+            continue
+        value = values[f.name].to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
+        fits = (value >= f.least) & (value <= f.most)
+        if f.low:
+            fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
+        wrong = int((~fits & (values[f.name] != f.zero)).sum())
+        if wrong:
+            misfits.add(f"{where}: {f.name}: expected headers of its blocks, {wrong} of {value.numel()} are none")
+        wrong = int(read[f.owner].isinf().sum()) if f.owner in read else 0
+        if wrong:
+            misfits.add(f"{where}: {f.owner}: expected finite numbers, {wrong} of {read[f.owner].numel()} are infinite")
 
 
 def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any]) -> bool:
@@ -523,7 +640,8 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena:
     """A private, contiguous copy of a saved field on p's device; floats are cast to the declared dtype."""
     want = state.describe(f.torch_dtype, layout.field_shape(f, p.shape))
     if not isinstance(value, Tensor):
-        misfits.add(f"{where}: {f.name}: expected {want}, " + ("it is missing" if value is None else f"got {value!r}"))
+        got = "it is missing" if value is None else f"got {_short(value)}"
+        misfits.add(f"{where}: {f.name}: expected {want}, {got}")
         return None
     floats = f.torch_dtype.is_floating_point and value.is_floating_point()
     if tuple(value.shape) != layout.field_shape(f, p.shape) or not (floats or value.dtype == f.torch_dtype):

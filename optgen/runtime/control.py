@@ -10,7 +10,7 @@ One tensor counts the steps of all parameters that step together: their states h
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -234,18 +234,58 @@ def start(
     which     the scalars that it takes, by position
     step_key  None where it takes none; in a `Control` its value counts
     """
-    if not isinstance(scalars, Control):
-        given = [scalars[k] for k in which]
-        keyed = () if step_key is None else (step_key,)
-        kernel[(programs,)](*tables, *given, *keyed, **constants, **options)
+    kernel, given, constants = _call(kernel, tables, scalars, which, step_key, constants)
+    kernel[(programs,)](*given, **constants, **options)
+
+
+def load(
+    kernel: Any,
+    programs: int,
+    tables: tuple[Tensor, Tensor],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """What comes before the first launch that `start` makes with the same arguments: the kernel is compiled for the
+    current device and put there, unless that was done before."""
+    outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
+    key = (id(outer), id(kernel), given[0].device, *constants.items(), *options.items())
+    if isinstance(scalars, Control):
+        key = (*key, *which, step_key is None)
+    if key in _loaded:
         return
+    made = outer.warmup(*given, grid=(programs,), **told, **options)
+    getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
+    _loaded[key] = (outer, kernel)
+
+
+_loaded: dict[tuple[object, ...], Any] = {}
+"""Kernels that were loaded, kept so that their addresses stay theirs."""
+
+
+def _call(
+    kernel: Any,
+    tables: tuple[Tensor, Tensor],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """(kernel, arguments, constants) of a launch: where its scalars stand on the device, of the kernel around it."""
+    if not isinstance(scalars, Control):
+        keyed = () if step_key is None else (step_key,)
+        return kernel, (*tables, *(scalars[k] for k in which), *keyed), constants
     from optgen.runtime import triton_control
 
-    around: Callable[..., None] = triton_control.controlled[(programs,)]
-    around(
-        *tables, scalars.values, scalars.words,
-        kernel=kernel, WHICH=tuple(which), KEYED=step_key is not None, CONSTANTS=_ordered(kernel, constants), **options,
-    )  # fmt: skip
+    around = {
+        "kernel": kernel,
+        "WHICH": tuple(which),
+        "KEYED": step_key is not None,
+        "CONSTANTS": _ordered(kernel, constants),
+    }
+    return triton_control.controlled, (*tables, scalars.values, scalars.words), around
 
 
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:

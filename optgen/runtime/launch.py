@@ -17,7 +17,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -476,6 +476,10 @@ class _Kernels(ABC):
         """See replay.Start."""
 
     @abstractmethod
+    def load(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        """Compiles what the same call launches (control.load)."""
+
+    @abstractmethod
     def _parts(self) -> list[_Following]:
         """One for each table that is sent."""
 
@@ -493,9 +497,15 @@ class _Single(_Kernels):
         self.which = range(bucket.variant.host_for(True)[1])
 
     def __call__(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        self._each(control.start, scalars, step_key)
+
+    def load(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        self._each(control.load, scalars, step_key)
+
+    def _each(self, does: Callable[..., None], scalars: Sequence[float] | control.Control, step_key: int) -> None:
         with guard(self.device):
             for launch in self.tables.launches:
-                control.start(
+                does(
                     self.kernel,
                     launch.work.shape[0],
                     (launch.table, launch.work),
@@ -530,6 +540,11 @@ class _Several(_Kernels):
         with guard(self.device):
             stages.run(self.tables.staged, self.module, self.grad, scalars, step_key, self.told)
 
+    def load(self, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+        assert self.tables.staged is not None
+        with guard(self.device):
+            stages.load(self.tables.staged, self.module, self.grad, scalars, step_key, self.told)
+
     def _parts(self) -> list[_Following]:
         assert self.tables.staged is not None
         lines = stages.lines(self.tables.staged, self.tables.signature, stage_rows)
@@ -544,7 +559,13 @@ def _grad(bucket: Bucket) -> Any:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[bucket.grad_dtype]
 
 
-def starter(bucket: Bucket, tables: Tables) -> replay.Start:
+def load(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Control, step_key: int) -> None:
+    """Compiles what a bucket's step launches, before any bucket is stepped: what a compiler or a device refuses is
+    refused while all is as it was."""
+    starter(bucket, tables).load(scalars, step_key)
+
+
+def starter(bucket: Bucket, tables: Tables) -> _Kernels:
     """The launches of a bucket's step, which is one stretch of kernels."""
     return _Single(bucket, tables) if tables.staged is None else _Several(bucket, tables)
 

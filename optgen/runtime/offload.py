@@ -141,10 +141,12 @@ class Chunk:
         self.stepper = alone.part(optimizer, self.groups)
         groups, cls = optimizer.param_groups, type(optimizer)
         variants = [checkpoint.select(cls, groups[m.number], m.p, m.name)[2] for m in members]
+        self.stepped = False  # of one that stays, in the step that is under way
         self.stored = frozenset(f.name for variant in variants for f in variant.fields)
 
     def open(self, optimizer: Optimizer) -> None:
         """Options and states as they are now."""
+        self.stepper._broke_off, self.stepped = None, False
         for number, group in zip(self.numbers, self.groups, strict=True):
             alone.take_over(optimizer.param_groups[number], group)
             group["offload"] = False
@@ -261,7 +263,7 @@ class Offload:
         self._chunks: list[Chunk] = []
         self._grads: list[list[Tensor]] = []
         self._rooms: list[Tensor] = []
-        self._part = part
+        self.part = part
         self._room: Room | None = None
 
     def alike(self) -> Offload:
@@ -298,6 +300,7 @@ class Offload:
                     if not chunk.hosted:
                         chunk.stepper._update()
                         chunk.close(optimizer)
+                        chunk.stepped = True
                         continue
                     if len(back) >= 2:  # the buffer was that of the last chunk but one
                         self._mover(back[-2][0]).wait(back[-2][1].result())
@@ -310,12 +313,40 @@ class Offload:
                     back.append(
                         (chunk, self._crew.worker().submit(self._run, optimizer, chunk, grads, move, token, threads))
                     )
-            finally:
-                wait([future for _, future in back])
-            for chunk, future in back:
+            except BaseException as error:
+                self._break_off(optimizer, back, error)
+                raise
+            failed = self._settle(back)
+            if failed is not None:
+                self._break_off(optimizer, back, failed)
+                raise failed
+            optimizer._broke_off = None
+
+    def _settle(self, back: Sequence[tuple[Chunk, Future[Any]]]) -> BaseException | None:
+        """Waits for the host's part of chunks; the device waits for their copies.  The first error among them."""
+        wait([future for _, future in back])
+        for chunk, future in back:
+            if future.exception() is None:
                 self._mover(chunk).join([future.result()])
                 if self._room is not None:
                     self._room.leave(future.result())
+        return next((error for _, future in back if (error := future.exception()) is not None), None)
+
+    def _break_off(self, optimizer: Optimizer, back: Sequence[tuple[Chunk, Future[Any]]], error: BaseException) -> None:
+        """An error in one chunk: others may have been stepped, and of that one the kernels before it."""
+        self._settle(back)
+        ended = {id(chunk) for chunk, future in back if future.exception() is None}
+        done: list[state.State] = []
+        at_work: list[state.State] = []
+        for chunk in self._chunks:
+            inner = chunk.stepper._broke_off
+            states = [optimizer.state[m.p] for m in chunk.members if m.p in optimizer.state]
+            if id(chunk) in ended or chunk.stepped:
+                done += states
+            elif inner is not None:
+                done += inner.done
+                at_work += inner.at_work
+        optimizer._break_off(error, done, at_work)
 
     def _run(
         self, optimizer: Optimizer, chunk: Chunk, grads: Sequence[Tensor], move: Mover, token: Any, threads: int
@@ -327,13 +358,19 @@ class Offload:
             move.wait(token)
             for twin, g in zip(chunk.twins, grads, strict=True):
                 twin.grad = g
+            pairs = [(m.p, twin) for twin, m in zip(chunk.twins, chunk.members, strict=True)]
             try:
                 chunk.stepper._update()
+            except BaseException:
+                chunk.close(optimizer)
+                if chunk.stepper._broke_off is not None:  # weights go with the states that were stepped
+                    move.wait(move.send(pairs))
+                raise
             finally:
                 for twin in chunk.twins:
                     twin.grad = None
             chunk.close(optimizer)
-            return move.send([(m.p, twin) for twin, m in zip(chunk.twins, chunk.members, strict=True)])
+            return move.send(pairs)
 
     def _check(self, optimizer: Optimizer) -> None:
         """Options that would be refused in the middle of a step are refused before it."""
@@ -358,12 +395,12 @@ class Offload:
         """Chunks of the parameters that have gradients; those of the step before, where nothing is new."""
         members: list[Member] = []
         known: list[tuple[object, ...]] = []
-        position = 0
+        position, broke_off = 0, optimizer._broke_off
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for i, p in enumerate(group["params"]):
                 g = p.grad
-                if g is not None:
+                if g is not None and (broke_off is None or not broke_off.made(p, g)):
                     name = position + i if names is None else names[i]
                     members.append(Member(p, number, name))
                     optimizer._check_pair(p, g, name)
@@ -390,7 +427,7 @@ class Offload:
         divided = _divided(leaving, float("inf") if sums else CHUNK)
         rooms: list[Tensor] = []
         self._room = None
-        if self._part and len(divided) == 1:
+        if self.part and len(divided) == 1:
             self._room = self._crew.room(leaving[0].p.device, _place(leaving)[1])
             rooms.append(self._room.memory)
         else:

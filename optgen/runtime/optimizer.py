@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
+from optgen.runtime import blocks as of_rows
 from optgen.runtime import (
+    brokenoff,
     checkpoint,
     control,
     cpu,
@@ -139,8 +141,10 @@ class Optimizer(torch.optim.Optimizer):
     overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
               or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
               less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
-    module    the model that the parameters are of, where `overrides` name classes of modules, or the parameters have no
-              names; it is not kept
+    blocks    of rules that have statistics of blocks of rows: into how many blocks of consecutive rows single matrices
+              fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row
+    module    the model that the parameters are of, where `overrides` or `blocks` name classes of modules, or the
+              parameters have no names; it is not kept
     backend   "auto" (Triton on GPUs; C++ on CPUs, compiled at the first step; eager torch where those are missing),
               "reference" (eager torch), "triton" or "cpp"; OPTGEN_BACKEND in the environment replaces "auto"
     seed      of the stochastic rounding; the same bits follow from the same seed, parameter names (positions
@@ -157,9 +161,11 @@ class Optimizer(torch.optim.Optimizer):
     FLAGS: ClassVar[tuple[Flag, ...]] = ()
     PLANS: ClassVar[tuple[str, ...]]
     DEFAULT_PLAN: ClassVar[Mapping[str, str]]
+    BLOCKS: ClassVar[bool] = False
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
 
     _rules: rules.Rules | None = None
+    _blocks: of_rows.Rules | None = None
     _marks = 0
     """What marks.newest() said when parameters of marked modules were last looked for."""
 
@@ -170,6 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         plan: PlanOption = None,
         overrides: rules.Given = None,
+        blocks: rules.Given = None,
         module: torch.nn.Module | None = None,
         backend: str = "auto",
         seed: int = 0,
@@ -185,10 +192,12 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         self._reset_caches()
         self._rules = rules.Rules(type(self), overrides, module)
+        self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
         super().__init__(params, defaults)
-        if self._rules.rules:
-            labels = [entry.name for entry in self._entries()]
-            self._rules.refuse_unused(self._rules.members([entry.p for entry in self._entries()], labels))
+        labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
+        for given_rules in (self._rules, self._blocks):
+            if given_rules is not None and given_rules.rules:
+                given_rules.refuse_unused(given_rules.members(found, labels))
         self._marks = marks.newest()
 
     def _reset_caches(self) -> None:
@@ -200,6 +209,7 @@ class Optimizer(torch.optim.Optimizer):
         self._release: release.Release | None = None
         self._offload = offload.Offload()
         self._room: Arena | None = None
+        self._broke_off: brokenoff.BrokenOff | None = None
         self._strays: int | None = 0
         """Steps in a row that found no gradient; None: something was said, or there is nothing to say (of a part)."""
 
@@ -241,8 +251,9 @@ class Optimizer(torch.optim.Optimizer):
         lines = [f"{type(self).__name__} ("]
         for i, group in enumerate(self.param_groups):
             shown_options = {k: v for k, v in group.items() if k not in ("params", "param_names", "format")}
-            if isinstance(given := shown_options.get("overrides"), tuple):  # as many pairs as parameters, maybe
-                shown_options["overrides"] = dict(Counter(plan for _, plan in given))
+            for key in ("overrides", "blocks"):
+                if isinstance(given := shown_options.get(key), tuple):  # as many pairs as parameters, maybe
+                    shown_options[key] = dict(Counter(value for _, value in given))
             shown = ", ".join(f"{k}={v!r}" for k, v in shown_options.items())
             lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
         return "\n".join([*lines, ")"])
@@ -262,14 +273,17 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: a parameter group contains a parameter twice")
         for p in tensors:
             self._admit(p)
-        given = param_group.get("overrides")
-        param_group = {key: value for key, value in param_group.items() if key != "overrides"}
+        given, rows = param_group.get("overrides"), param_group.get("blocks")
+        apart = ("overrides", "blocks") if self.BLOCKS else ("overrides",)
+        param_group = {key: value for key, value in param_group.items() if key not in apart}
         group = {**self.defaults, **param_group}
         found = options.check(type(self), group)
         found["plan"] = options.record_plan(type(self), found["plan"], tensors)
         options.warn_unknown(type(self), param_group)
         names = self._labels(tensors, params)
+        self._refuse_shared_memory(tensors, names)
         found |= self._overrides(given, found["plan"], tensors, names)
+        found |= self._rows(rows, tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
         self._refuse_layouts(tensors, {**group, **found}, names)
         super().add_param_group({**param_group, **found, "params": params})
@@ -288,7 +302,22 @@ class Optimizer(torch.optim.Optimizer):
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
         if state.overlaps(p):
-            raise ValueError(f"{owner}: a parameter of shape {list(p.shape)} is an expanded view: its elements overlap")
+            raise ValueError(
+                f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
+                f"a sliding window: its elements overlap; optimize the tensor that it is a view of"
+            )
+
+    def _refuse_shared_memory(self, tensors: Sequence[Tensor], names: Sequence[Label]) -> None:
+        """ValueError where a parameter of a group that is to come has memory in common with another one."""
+        every = [(entry.p, entry.name) for entry in self._entries()] + list(zip(tensors, names, strict=True))
+        trained = [(p, name) for p, name in every if p.requires_grad]
+        found = state.alike([p for p, _ in trained])
+        if found is not None and trained[found[0]][0] is not trained[found[1]][0]:  # torch says that one is in twice
+            a, b = (state.label(*trained[i]) for i in found)
+            raise ValueError(
+                f"{type(self).__name__}: {a} and {b} share memory, which both updates would write: tie weights by "
+                f"giving both modules the same Parameter, or optimize the tensor that both are views of"
+            )
 
     def _labels(self, tensors: list[Tensor], params: Any) -> list[Label]:
         """What the parameters of a group that is to come will be called: their names, or positions over all groups."""
@@ -306,29 +335,58 @@ class Optimizer(torch.optim.Optimizer):
                 marks of modules follow
         """
         cls = type(self)
-        recorded: Mapping[Label, str] = {}
-        own = rules.Rules(cls)
-        if isinstance(given, Mapping):
-            own = rules.Rules(cls, given, None if self._rules is None else self._rules.model)
-        elif given is not None:
-            recorded = dict(rules.recorded(cls, given))
-            extra = [label for label in recorded if label not in labels]
-            if extra:
-                raise ValueError(
-                    f"{cls.__name__}: overrides of a group: it has no parameter {extra[0]!r} (positions are counted "
-                    f"over all groups)"
-                )
-        asked = [recorded.get(label) for label in labels]
-        for found in (own, self._rules):
-            if found is not None and found.rules:
-                members = found.members(tensors, labels)
-                asked = [a or b for a, b in zip(asked, found.apply(members), strict=True)]
-                if found is own:
-                    found.refuse_unused(members)
+        asked = self._asked(rules.Rules, rules.recorded, self._rules, given, tensors, labels)
         marked = marks.parameters()
         asked = [a or (rules.FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
         decided = rules.decided(cls, plan, tensors, labels, asked)
         return {"overrides": decided} if decided else {}
+
+    def _rows(self, given: Any, tensors: list[Tensor], labels: list[Label]) -> dict[str, of_rows.Recorded]:
+        """{"blocks": those of single parameters in a group that is to come}; {} where it has none.
+
+        given   as of `_overrides`
+        """
+        if not self.BLOCKS:
+            return {}
+        cls = type(self)
+        asked = self._asked(of_rows.Rules, of_rows.recorded, self._blocks, given, tensors, labels)
+        decided = of_rows.decided(cls, tensors, labels, asked)
+        return {"blocks": decided} if decided else {}
+
+    def _asked(
+        self,
+        kind: type[rules.Rules],
+        read: Callable[[type, Any], Sequence[tuple[Label, Any]]],
+        own: rules.Rules | None,
+        given: Any,
+        tensors: list[Tensor],
+        labels: list[Label],
+    ) -> list[Any]:
+        """What a group says of each of its parameters, then what rules of the optimizer say; None: nothing.
+
+        given   rules of the group, or what another optimizer recorded in it, which `read` checks
+        """
+        cls, option = type(self), kind.OPTION
+        recorded: Mapping[Label, Any] = {}
+        of_group = kind(cls)
+        if isinstance(given, Mapping):
+            of_group = kind(cls, given, None if own is None else own.model)
+        elif given is not None:
+            recorded = dict(read(cls, given))
+            extra = [label for label in recorded if label not in labels]
+            if extra:
+                raise ValueError(
+                    f"{cls.__name__}: {option} of a group: it has no parameter {extra[0]!r} (positions are counted "
+                    f"over all groups)"
+                )
+        asked = [recorded.get(label) for label in labels]
+        for found in (of_group, own):
+            if found is not None and found.rules:
+                members = found.members(tensors, labels)
+                asked = [a or b for a, b in zip(asked, found.apply(members), strict=True)]
+                if found is of_group:
+                    found.refuse_unused(members)
+        return asked
 
     def _see_marks(self) -> None:
         """Modules that were marked since the optimizer was made: their parameters follow, up to their first step."""
@@ -436,9 +494,14 @@ class Optimizer(torch.optim.Optimizer):
             self._look_for_strays()
             self._offload.step(self, scaler)
             return
-        if not self._replay.again(self.param_groups, self.state, scaler):
-            with torch.no_grad():
-                self._sort_and_run(scaler)
+        try:
+            if self._replay.again(self.param_groups, self.state, scaler):
+                return
+        except replay.Stopped as stopped:
+            self._break_off(stopped.error, stopped.done, stopped.at_work)
+            raise stopped.error from None
+        with torch.no_grad():
+            self._sort_and_run(scaler)
 
     def _sort_and_run(self, scaler: control.Scaler | None) -> None:
         """A step that is not like the one before."""
@@ -449,27 +512,11 @@ class Optimizer(torch.optim.Optimizer):
         shared.check(buckets)
         self._launcher.begin()
         prepared = [self._prepare(bucket, scaler) for bucket in buckets]
-        together = []
-        for ready in prepared:
-            bucket, tables, scalars, key, _ = ready
-            if bucket.waits:
-                together.append(shared.runner(bucket, tables, scalars, key))
-            elif isinstance(scalars, control.Control):
-                assert tables is not None
-                launch.run(bucket, tables, scalars, key)
-            elif tables is None:
-                run_reference(bucket, scalars, key)
-            elif tables.table is not None:
-                cpu.run(bucket, tables.table, scalars, key)
-            else:
-                launch.run(bucket, tables, scalars, key)
-            if not bucket.waits:
-                ready.finish()
-        if together:
-            shared.run(together)
-            for ready in prepared:
-                if ready.bucket.waits:
-                    ready.finish()
+        if not control.capturing():
+            for bucket, tables, scalars, key, _ in prepared:
+                if bucket.backend == "triton" and tables is not None:
+                    launch.load(bucket, tables, scalars, key)
+        self._run(prepared)
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         self._counters.take(buckets)
@@ -482,6 +529,43 @@ class Optimizer(torch.optim.Optimizer):
         if all(ready.tables is not None for ready in prepared):
             made = [launch.made(ready.bucket, ready.tables) for ready in prepared if ready.tables is not None]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
+
+    def _run(self, prepared: Sequence[Ready]) -> None:
+        """The kernels; an error says what has been stepped before it."""
+        alone = [ready for ready in prepared if not ready.bucket.waits]
+        waiting = [ready for ready in prepared if ready.bucket.waits]
+        done: list[state.State] = []
+        at_work: list[state.State] = []
+        try:
+            for ready in alone:
+                at_work = ready.bucket.owned
+                bucket, tables, scalars, key, _ = ready
+                if isinstance(scalars, control.Control):
+                    assert tables is not None
+                    launch.run(bucket, tables, scalars, key)
+                elif tables is None:
+                    run_reference(bucket, scalars, key)
+                elif tables.table is not None:
+                    cpu.run(bucket, tables.table, scalars, key)
+                else:
+                    launch.run(bucket, tables, scalars, key)
+                ready.finish()
+                done += at_work
+            if waiting:
+                at_work = [s for ready in waiting for s in ready.bucket.owned]
+                shared.run([shared.runner(b, tables, scalars, key) for b, tables, scalars, key, _ in waiting])
+                for ready in waiting:
+                    ready.finish()
+        except BaseException as error:
+            self._break_off(error, done, at_work)
+            raise
+        self._broke_off = None
+
+    def _break_off(self, error: BaseException, done: Sequence[state.State], at_work: Sequence[state.State]) -> None:
+        """Keeps what had been stepped when kernels were broken off, and says it in the error."""
+        self._broke_off = brokenoff.BrokenOff(self._entries(), self.state, done, at_work, self._broke_off)
+        if not self._offload.part:  # else the whole optimizer says it
+            error.add_note(f"{type(self).__name__}.step() broke off: {self._broke_off}")
 
     def _look_for_strays(self) -> None:
         """`_say_strays` of a step that is to be made from the gradients that are here."""
@@ -536,13 +620,14 @@ class Optimizer(torch.optim.Optimizer):
         fresh: list[tuple[Bucket, int]] = []
         position = 0
         states, dtypes, knows, capturing = self.state, self._dtypes, self._counters.knows, control.capturing()
+        broke_off = self._broke_off
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
         for number, group in enumerate(self.param_groups):
             chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
             names, start = group.get("param_names"), position
             position += len(group["params"])
-            special = plans.own(group)
+            special, in_blocks = plans.own(group), of_rows.of(type(self), group)
             own: str | None = None
             choice: Choice | None = None
             bucket: Bucket | None = None
@@ -553,6 +638,8 @@ class Optimizer(torch.optim.Optimizer):
                     if p not in missing:
                         continue
                     g = missing[p]
+                elif broke_off is not None and broke_off.made(p, g):
+                    continue
                 name = start + i if names is None else names[i]
                 dtype, device, grad_dtype = p.dtype, p.device, g.dtype
                 known = dtypes.get(id(p))
@@ -564,6 +651,8 @@ class Optimizer(torch.optim.Optimizer):
                     kind = (dtype, device, own)
                     choice = chosen[kind] = chosen.get(kind) or Choice(type(self), group, p, scaler is not None, own)
                 variant = choice.variant(p)
+                if in_blocks:
+                    variant = self._in_blocks(variant, p, in_blocks.get(name), name)
                 entry = states.get(p)
                 shard = None
                 if sharded is not None and isinstance(p, sharded):
@@ -646,6 +735,13 @@ class Optimizer(torch.optim.Optimizer):
         weights.settle(rounded, [b.kept(i) for b, i in fresh])
         return list(buckets.values())
 
+    def _in_blocks(self, variant: Variant, p: Tensor, count: int | None, name: Label) -> Variant:
+        """The variant for a parameter in so many blocks; ValueError where it does not fall into them."""
+        try:
+            return of_rows.seen(variant, p, count)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: blocks: parameter {name!r} {error}") from None
+
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros."""
         wanted = self._senders(sharded)
@@ -666,7 +762,8 @@ class Optimizer(torch.optim.Optimizer):
                 own = plans.own(entry.group).get(entry.name)
                 kind = id(entry.group), entry.p.dtype, entry.p.device, own
                 choice = chosen[kind] = chosen.get(kind) or Choice(type(self), entry.group, entry.p, False, own)
-                if self._sends(choice.variant(entry.p), entry.p):
+                count = of_rows.of(type(self), entry.group).get(entry.name)
+                if self._sends(self._in_blocks(choice.variant(entry.p), entry.p, count, entry.name), entry.p):
                     found.append(entry.p)
         return found
 
@@ -856,6 +953,8 @@ class Optimizer(torch.optim.Optimizer):
         found: dict[str, Any] = super().__getstate__()
         if self._rules is not None and (kept := self._rules.portable()) is not None:
             found["_rules"] = kept
+        if self._blocks is not None:
+            found["_blocks"] = self._blocks.portable()
         params = [entry.p for entry in self._entries()]
         if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
             found[low_bits.CARRIER] = low_bits.Carrier(params)

@@ -126,7 +126,7 @@ class Group:
         self.keys = tuple(group)
         self.names = _copied(group.get("param_names"))
         self.plan, self.backend = _copied(group.get("plan")), group["backend"]
-        self.overrides = group.get("overrides")
+        self.overrides, self.blocks = group.get("overrides"), group.get("blocks")
         self.flags = options.flags_of(cls, group)
         self._read(group)
 
@@ -166,6 +166,7 @@ class Group:
             tuple(group) != self.keys
             or group["plan"] != self.plan
             or group.get("overrides") != self.overrides
+            or group.get("blocks") != self.blocks
             or group["backend"] != self.backend
             or options.flags_of(self.cls, group) != self.flags
         ):
@@ -256,6 +257,14 @@ class Part:
 Count = tuple[int, list[Any]] | control.Step
 
 
+class Stopped(Exception):
+    """A replay that an error broke off among its kernels: the states of what had been stepped, and of what was."""
+
+    def __init__(self, error: BaseException, done: list[dict[str, Any]], at_work: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.error, self.done, self.at_work = error, done, at_work
+
+
 class Replay:
     """What the last step found, to be compared with what the next one finds.
 
@@ -286,7 +295,8 @@ class Replay:
     def again(self, groups: Sequence[dict[str, Any]], state: dict[Any, Any], scaler: control.Scaler | None) -> bool:
         """Make the step, if it is like the last one; False, and nothing has changed, if not.
 
-        ValueError where a hyper-parameter is out of its range; nothing has changed then either.
+        ValueError where a hyper-parameter is out of its range; nothing has changed then either.  Stopped where a kernel
+        raises an error.
         """
         if len(groups) != len(self.groups) or (scaler is not None) != self.scaled or _around(self.parts) != self.around:
             return False
@@ -313,12 +323,19 @@ class Replay:
             if scaler is not None and self.on_host and scaler.found_infinity():
                 return True
             made = [part.numbers(self.groups[part.group], self.values, scaler) for part in self.parts]
-            for part, count in zip(self.parts, made, strict=True):
-                part.run(count)
-                if isinstance(count, tuple):
-                    self._finish(part, count[1])
-                else:
-                    count.finish()
+            done = 0
+            try:
+                for part, count in zip(self.parts, made, strict=True):
+                    part.run(count)
+                    if isinstance(count, tuple):
+                        self._finish(part, count[1])
+                    else:
+                        count.finish()
+                    done += 1
+            except BaseException as error:
+                held: Any = entries
+                begin = self.parts[done].entries if done < len(self.parts) else slice(0, 0)
+                raise Stopped(error, held[: begin.start], held[begin]) from None
         finally:
             grads[:] = self.blank
             entries[:] = self.blank

@@ -428,18 +428,43 @@ def run(
     """
     ends = [0, *plan.ends]
     for call in plan.calls[ends[begin] : ends[-1 if end is None else end]]:
-        own = isinstance(call.kernel, str)
-        kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
-        constants = call.constants | {"GRAD": grad} if "GRAD" in call.constants else call.constants
-        control.start(
-            kernel,
-            call.programs,
-            (call.tables[0], call.tables[1]),
-            scalars,
-            call.scalars,
-            step_key if call.key else None,
-            constants,
-            num_warps=call.warps,
-            enable_fp_fusion=False,
-            **(told(call.kernel) if own and _is_common(call) else {}),
-        )
+        _call(control.start, call, kernels, grad, scalars, step_key, told)
+
+
+def load(
+    plan: Plan,
+    kernels: ModuleType,
+    grad: Any,
+    scalars: Sequence[float] | control.Control,
+    step_key: int,
+    told: Callable[[str], dict[str, int]],
+) -> None:
+    """Compiles the kernels of what `run` launches (control.load)."""
+    for call in plan.calls:
+        _call(control.load, call, kernels, grad, scalars, step_key, told)
+
+
+def _call(
+    does: Callable[..., None],
+    call: Call,
+    kernels: ModuleType,
+    grad: Any,
+    scalars: Sequence[float] | control.Control,
+    step_key: int,
+    told: Callable[[str], dict[str, int]],
+) -> None:
+    own = isinstance(call.kernel, str)
+    kernel: Any = getattr(kernels, call.kernel) if own else call.kernel
+    constants = call.constants | {"GRAD": grad} if "GRAD" in call.constants else call.constants
+    does(
+        kernel,
+        call.programs,
+        (call.tables[0], call.tables[1]),
+        scalars,
+        call.scalars,
+        step_key if call.key else None,
+        constants,
+        num_warps=call.warps,
+        enable_fp_fusion=False,
+        **(told(call.kernel) if own and _is_common(call) else {}),
+    )

@@ -3,7 +3,7 @@ done) and the host states (floats)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -35,8 +35,61 @@ def home(p: Tensor) -> torch.device:
 
 
 def overlaps(p: Tensor) -> bool:
-    """Whether p is an expanded view, several of whose elements are one."""
-    return any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True))
+    """Whether several elements of p are one, as in expanded views and sliding windows."""
+    dims = sorted((stride, size) for size, stride in zip(p.shape, p.stride(), strict=True) if size > 1)
+    if p.is_contiguous() or not p.numel():
+        return False
+    reach = 0  # how far apart elements are that differ in the dimensions before
+    for stride, size in dims:
+        if stride <= reach:
+            return stride == 0 or not _apart(dims)
+        reach += stride * (size - 1)
+    return False
+
+
+def _apart(dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether all elements of a tensor of these (stride, size) lie at places of their own: counted."""
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return bool(places.sort().values.diff().all())
+
+
+def alike(params: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The first two of the tensors that have an element in common, by their positions; None where there are none.
+
+    Tensors without memory of their own (on meta, empty, those of other classes) have none.
+    """
+    spans: list[tuple[int, int, int]] = []
+    for i, p in enumerate(params):
+        if type(p) in (Tensor, torch.nn.Parameter) and p.device.type != "meta" and p.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((p.data_ptr(), p.data_ptr() + (reach + 1) * p.element_size(), i))
+    spans.sort()
+    open_spans: list[tuple[int, int, int]] = []
+    for begin, end, i in spans:
+        open_spans = [span for span in open_spans if span[1] > begin]
+        for _, _, j in open_spans:
+            if params[i].device == params[j].device and _meet(params[j], params[i]):
+                return min(i, j), max(i, j)
+        open_spans.append((begin, end, i))
+    return None
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have a byte in common, of which b begins within the span of a: marked in as much memory."""
+    if a.is_contiguous():
+        return True
+    first = a.data_ptr()
+    marks: list[Tensor] = []
+    for t in (a, b):
+        start, bytes_ = t.data_ptr() - first, t.element_size()
+        reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+        seen = torch.zeros(start + reach * bytes_, dtype=torch.bool)
+        seen.as_strided((*t.shape, bytes_), (*(s * bytes_ for s in t.stride()), 1), start).fill_(True)
+        marks.append(seen)
+    common = min(len(seen) for seen in marks)
+    return bool((marks[0][:common] & marks[1][:common]).any())
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -1,0 +1,184 @@
+"""A kernel that fails after others of its step have run: what is said, and that making the step again does the rest."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+import optgen.optim as optim
+from optgen.runtime import Optimizer, control, cpu, offload, optimizer
+from tests.test_offload import moved
+from tests.test_replay_triton import everything, params_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value", "ignore:overflow")
+
+
+def made(backend: str, **options: Any) -> optim.AdamW:
+    """Three buckets: of two dtypes in one group, and of a second group."""
+    draw = torch.Generator().manual_seed(5)
+    a, b, c, d = (nn.Parameter(torch.randn(3, 5, generator=draw)) for _ in range(4))
+    a.data = a.data.bfloat16()
+    groups = [{"params": [("a", a), ("b", b)]}, {"params": [("c", c), ("d", d)], "weight_decay": 0.0}]
+    return optim.AdamW(groups, lr=0.1, plan={"bfloat16": "fp32_master", "float32": "fp32"}, backend=backend, **options)
+
+
+def give(opt: Optimizer, step: int) -> None:
+    draw = torch.Generator().manual_seed(step)
+    for p in params_of(opt):
+        p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+
+
+class Broken(Exception):
+    """What a kernel raises here."""
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> Callable[[], None]:
+    """The launch of that number fails once; the function makes launches work again."""
+    left = [at]
+    module, name = {"reference": (optimizer, "run_reference"), "cpp": (cpu, "call"), "triton": (control, "start")}[
+        backend
+    ]
+    real = getattr(module, name)
+
+    def launch(*args: Any, **options: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise Broken("injected")
+        real(*args, **options)
+
+    monkeypatch.setattr(module, name, launch)
+    return lambda: monkeypatch.setattr(module, name, real)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("before", [0, 3], ids=["the long way", "the short way"])
+def test_a_step_made_again_steps_what_was_left(monkeypatch: pytest.MonkeyPatch, backend: str, before: int) -> None:
+    whole, opt = made(backend), made(backend)
+    for step in range(before):
+        for one in (whole, opt):
+            give(one, step)
+            one.step()
+    for step, at in ((before, 1), (before + 1, 2), (before + 2, 0)):
+        for one in (whole, opt):
+            give(one, step)
+        whole.step()
+        mend = failing(monkeypatch, backend, at)
+        with pytest.raises(Broken, match="injected") as caught:
+            opt.step()
+        mend()
+        (said,) = caught.value.__notes__
+        names = ["'a'", "'b'", "'c', 'd'"]
+        assert f"({', '.join(names[:at])}) made the step" in said or at == 0
+        assert f"({', '.join(names[at:])}) not; {names[at]} may hold a part of it" in said
+        assert everything(opt) != everything(whole)
+        opt.step()
+        assert everything(opt) == everything(whole)
+    for one in (whole, opt):  # nothing stays behind
+        one.step()
+    assert everything(opt) == everything(whole)
+
+
+@pytest.mark.parametrize("changed", ["another", "in place"])
+def test_a_step_with_other_gradients_is_a_step_of_all(monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    opt = made("cpp")
+    give(opt, 0)
+    mend = failing(monkeypatch, "cpp", 2)
+    with pytest.raises(Broken):
+        opt.step()
+    mend()
+    kept = copy.deepcopy(opt)
+    for p, q in zip(params_of(opt), params_of(kept), strict=True):
+        assert p.grad is not None
+        if changed == "another":
+            p.grad = p.grad.clone()
+        else:
+            p.grad.add_(0)
+        q.grad = p.grad.clone()
+    opt.step()
+    assert [opt.state[p]["step"] for p in params_of(opt)] == [2, 2, 1, 1]
+    kept.step()
+    assert everything(kept) == everything(opt)
+
+
+def test_an_attempt_that_fails_again_keeps_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, opt = made("cpp"), made("cpp")
+    for one in (whole, opt):
+        give(one, 0)
+    whole.step()
+    for _ in range(2):  # each steps one bucket more
+        mend = failing(monkeypatch, "cpp", 1)
+        with pytest.raises(Broken) as caught:
+            opt.step()
+        mend()
+    assert "2 parameters have ('a', 'b') made the step, 2 parameters have ('c', 'd') not" in caught.value.__notes__[0]
+    opt.step()
+    assert everything(opt) == everything(whole)
+
+
+def test_gradients_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = made("cpp")
+    give(opt, 0)
+    mend = failing(monkeypatch, "cpp", 2)
+    with pytest.raises(Broken):
+        opt.step()
+    mend()
+    gradient = weakref.ref(params_of(opt)[0].grad)
+    opt.zero_grad()
+    assert gradient() is None
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
+    """What the compiler refuses in the last bucket leaves the first as it was; and each is compiled once."""
+    seen: list[str] = []
+
+    def warmup(jitted: Any, /, *args: Any, grid: Any, **options: Any) -> None:
+        assert len(grid) == 1
+        seen.append("controlled" if "kernel" in options else "plain")
+        if len(seen) == 2:
+            raise Broken("no registers left")
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
+    monkeypatch.setattr(control, "_loaded", {})
+    opt = made("triton", capturable=capturable)
+    give(opt, 0)
+    before = [p.detach().clone() for p in params_of(opt)]
+    with pytest.raises(Broken) as caught:
+        opt.step()
+    assert not hasattr(caught.value, "__notes__")
+    assert all(torch.equal(p, q) for p, q in zip(params_of(opt), before, strict=True))
+    assert not any(int(entry["step"]) for entry in opt.state.values())
+    for _ in range(3):
+        opt.step()
+    # The one that failed was tried again; c and d take the kernel of b.
+    assert seen == ["controlled" if capturable else "plain"] * 3
+    assert [int(opt.state[p]["step"]) for p in params_of(opt)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_offloaded_parameters(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Chunks that were stepped are back on the device, one that broke off as far as it came."""
+    monkeypatch.setattr(offload, "CHUNK", 400)  # a and b; c; d
+    whole, opt = moved(made("cpp")), moved(made("cpp"))
+    for step in range(2):
+        for one in (whole, opt):
+            give(one, step)
+        whole.step()
+        mend = failing(monkeypatch, "cpp", at)
+        with pytest.raises(Broken) as caught:
+            opt.step()
+        mend()
+        assert len(caught.value.__notes__) == 1
+        assert "AdamW.step() broke off: " in caught.value.__notes__[0]
+        opt.step()
+        assert everything(opt) == everything(whole)
