@@ -45,6 +45,8 @@ def _run(assembly: str, outputs: int, inputs: list[int]) -> list[int]:
             values[to] = _prmt(*operands)
         elif op == "shl.b32":
             values[to] = operands[0] << operands[1] & WORD
+        elif op == "shr.u32":
+            values[to] = operands[0] >> operands[1]
         elif op == "and.b32":
             values[to] = operands[0] & operands[1]
         else:
@@ -89,3 +91,22 @@ def test_bytes_of_four_words_are_gathered(k: int) -> None:
     words = _words(4)
     (got,) = _run(triton_prelude.gather.fn(k), 1, words)
     assert _split(got, 8) == [x >> 8 * k & 0xFF for x in words]
+
+
+@pytest.mark.parametrize("word", [0x03020100, 0xFFFE8180, *_words(20)])
+def test_bytes_become_integers(word: int) -> None:
+    assert _run(_assembly("apart"), 4, [word]) == _split(word, 8)
+
+
+@pytest.mark.parametrize("k", [4, 12, 20])
+def test_bits_between_bytes_are_gathered(k: int) -> None:
+    for words in (_words(4), [0xFFFFFFFF, 0, 0xFF << k, ~(0xFF << k) & WORD]):
+        (got,) = _run(triton_prelude.halves.fn(k), 1, words)
+        assert _split(got, 8) == [x >> k & 0xFF for x in words]
+
+
+def test_a_mask_on_the_noise_does_what_a_shift_does() -> None:
+    """What `rounded` computes of bits 8 to 19 on machines with assembly, and on the others: the same byte."""
+    for pattern, noise in zip(_words(200), _words(300), strict=False):
+        plain = (pattern + (noise >> 8 & 4095)) >> 12 & 0xFF
+        assert ((pattern << 8) + (noise & 0xFFF00) & WORD) >> 20 & 0xFF == plain

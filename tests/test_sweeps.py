@@ -123,4 +123,4 @@ def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int) -> 
     plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block, of="sqrt"), name="wide")
     flags = {f.name: f.default for f in came.flags}
     whole = passes.step(lower(came, flags, plan.storage(came.present(flags), dtypes.bf16, False)), "fast")
-    assert max(triton_stages.kernels(whole, "f").warps.values()) == min(16 * block // 256, 32)
+    assert max(triton_stages.kernels(whole, "f").warps.values()) == min(16 * block // 1024, 32)

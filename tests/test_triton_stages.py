@@ -331,27 +331,55 @@ def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
 
 def counted(compiling: dict[str, str], *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
     """(kernel, target) -> its counts."""
-    command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), "--stages", "--json", *arguments]
+    command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), "--json", *arguments]
     done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stdout, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {(row["kernel"], row["target"]): row for row in rows}
 
 
+def assert_within_budget(found: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """No stack, and no more instructions than an H200 issues while its memory moves what the sweep reads and writes."""
+    for key, counts in found.items():
+        assert counts["stack"] == 0, key
+        assert counts["bytes"] >= 2, key  # the gradient
+        assert 0 < counts["per_element"] <= counts["budget"], key
+
+
+TIGHT = ("stable_adamw.int8_split24.1", "adamp.int8_split24.1")
+"""The sweeps with the least room, beside CAME's, which the next test looks at."""
+
+
+def test_the_tightest_sweeps_stay_within_what_memory_leaves_time_for(compiling: dict[str, str]) -> None:
+    found = counted(compiling, "--sweeps", "--target", "sm_90", *TIGHT)
+    assert {kernel for kernel, _ in found} == set(TIGHT)
+    assert_within_budget(found)
+
+
+@pytest.mark.slow
+def test_every_sweep_stays_within_what_memory_leaves_time_for(compiling: dict[str, str]) -> None:
+    found = counted(compiling, "--sweeps", "--target", "sm_90")
+    assert len({kernel.split(".")[0] for kernel, _ in found}) >= 15
+    assert_within_budget(found)
+
+
 def test_nothing_spills_and_the_sweep_for_sums_of_squares_is_cheap(compiling: dict[str, str]) -> None:
-    """CAME's first sweep reads the gradient, a conversion, a square and two sums: 4.8 instructions were counted."""
-    found = counted(compiling, "--target", "sm_90")
+    """CAME's first sweep reads the gradient, a conversion, and a square into two sums: 4.0 were counted."""
+    found = counted(compiling, "--stages", "--target", "sm_90")
     assert {kernel.rsplit(".", 1)[0] for kernel, _ in found} > {"came.int8_split24", "lamb.int8_split24", "finish"}
     for key, counts in found.items():
         assert counts["stack"] == 0, key
     first = found["came.int8_split24.1", "sm_90"]
     assert first["per_element"] <= 5
+    sweeps = {key: counts for key, counts in found.items() if counts["bytes"] and key[0].startswith(("came", "lamb"))}
+    assert len(sweeps) == 6
+    assert_within_budget(sweeps)
     assert set(first["loads"]) == {"128"}
 
 
 @pytest.mark.slow
 def test_nothing_spills_on_any_target(compiling: dict[str, str]) -> None:
-    found = counted(compiling)
+    found = counted(compiling, "--stages")
     assert {target for _, target in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert len(found) == 4 * len({kernel for kernel, _ in found})
     for key, counts in found.items():

@@ -27,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,29 @@ TARGETS: Mapping[str, GPUTarget] = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+
+@dataclass(frozen=True)
+class Card:
+    """What bounds a kernel on a device: warps' instructions, of 32 lanes each, and bytes per second.
+
+    processors, clock   of the data sheet, at the highest clock
+    schedulers          instructions that a processor issues per clock
+    bandwidth           of a copy in memory, as measured; the data sheet says more
+    """
+
+    processors: int
+    schedulers: int
+    clock: float
+    bandwidth: float
+
+    @property
+    def per_byte(self) -> float:
+        """Instructions of a thread for each byte that memory moves."""
+        return self.processors * self.schedulers * 32 * self.clock / self.bandwidth
+
+
+CARDS: Mapping[str, Card] = {"sm_90": Card(processors=132, schedulers=4, clock=1.98e9, bandwidth=4.3e12)}  # H200
 
 
 # Compiling ------------------------------------------------------------------------------------------------------------
@@ -293,6 +317,10 @@ class Stats:
     stack: int = 0
     outside: int = 0
     """Instructions outside the main loop (prologue, tail, slow paths)."""
+    bytes: float = 0.0
+    """What a sweep loads and stores per element, by its schedule; 0 of other kernels."""
+    budget: float = 0.0
+    """Instructions per element that the card issues while its memory moves these bytes; 0 where neither is known."""
 
     def __str__(self) -> str:
         each = " ".join(
@@ -357,6 +385,8 @@ class Job:
     """A kernel whose tile depends on the number of threads in a warp is one job for each of its tiles."""
     panels: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    bytes: float = 0.0
+    """Of a sweep: what it loads and stores per element."""
 
 
 # What the performance tests hold to their baselines: the rules with one and two moments, and what storage costs.
@@ -474,6 +504,11 @@ STAGED: Sequence[tuple[str, str, str]] = (
     ("lamb", "int8_split24", "bfloat16"),
     ("adamw", "lpmm4", "bfloat16"),
 )
+# All rules of several sweeps: these are held to what memory leaves time for.
+BUDGETED: Sequence[str] = (
+    "adafactor", "adafactor_paper", "adam_mini", "adamp", "came", "cautious_adamw", "cautious_lion", "clipped_adamw",
+    "dadapt_adam", "fromage", "lamb", "lars", "mars", "novograd", "orthograd", "prodigy", "sgdp", "sm3", "stable_adamw",
+)  # fmt: skip
 
 
 def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
@@ -495,8 +530,21 @@ def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Jo
     )
     module = _module(f"{spec_name}_{plan_name}", text)
     for function in sorted(vars(module)):
-        if name := re.fullmatch(r"stage_(\d+(_flat)?)", function):
-            yield from staged_jobs(f"{spec_name}.{plan_name}.{name[1]}", module, function, param)
+        if name := re.fullmatch(r"stage_(\d+)(_flat)?", function):
+            stage = step.stages[int(name[1]) - 1]
+            moved = sum(stage.schedule.traffic) if stage.is_sweep and not name[2] else 0.0
+            for job in staged_jobs(f"{spec_name}.{plan_name}.{name[1]}{name[2] or ''}", module, function, param):
+                yield replace(job, bytes=moved)
+
+
+def sweeps(names: Sequence[str] = ()) -> Iterable[Job]:
+    """The sweeps of BUDGETED under int8_split24 that tensors of at most two dimensions take; only of rules in `names`,
+    which may go on after a dot."""
+    wanted = {name.split(".")[0] for name in names}
+    for spec_name in (x for x in BUDGETED if not wanted or any(w in x for w in wanted)):
+        for job in of_several_sweeps(spec_name, "int8_split24", "bfloat16"):
+            if job.bytes:
+                yield job
 
 
 def staged() -> Iterable[Job]:
@@ -534,7 +582,9 @@ def staged_jobs(name: str, module: Any, function: str, grad: str) -> Iterable[Jo
         width = int(panel[1]) if panel else 2048 if "LANES" in constants else 256
         warps = getattr(module, "WARPS", {}).get(function, 1 if "TILES" in constants else launch.stages.BETWEEN)
         warps = max(warps * 32 // gpu.warp_size, 1)
-        yield Job(name, fn, signature, constants, width, warps, ("table", "work"), (target,), panels=panel is not None)
+        told = launch.limits(module, function, gpu.arch // 10) if gpu.backend == "cuda" and panel else {}
+        aligned, is_panel = ("table", "work"), panel is not None
+        yield Job(name, fn, signature, constants, width, warps, aligned, (target,), is_panel, told)
 
 
 def _module(name: str, text: str) -> Any:
@@ -580,7 +630,9 @@ def count(job: Job, target: str) -> Stats:
     compiled = compile_for(
         job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps, aligned=job.aligned, **job.options
     )
-    return analyse(compiled, job.elements, job.panels)
+    stats = analyse(compiled, job.elements, job.panels)
+    budget = job.bytes * CARDS[target].per_byte if target in CARDS else 0.0
+    return replace(stats, bytes=job.bytes, budget=round(budget, 2))
 
 
 def update(results: Mapping[str, Stats]) -> None:
@@ -598,7 +650,7 @@ def show(results: Mapping[str, Stats], opcodes: bool) -> None:
     from rich.table import Table
 
     table = Table("kernel", "target", title=f"Triton {triton.__version__}: the main loop, per element")
-    for column in ("instructions", "special", "conversions", "registers", "shared", "spilled"):
+    for column in ("bytes", "budget", "instructions", "special", "conversions", "registers", "shared", "spilled"):
         table.add_column(column, justify="right")
     table.add_column("loads")
     table.add_column("stores")
@@ -606,11 +658,21 @@ def show(results: Mapping[str, Stats], opcodes: bool) -> None:
         each = s.elements_per_thread
         special = s.classes.get("xu", 0) + s.classes.get("trans", 0)
         numbers = (s.per_element, special / each, s.classes.get("convert", 0) / each)
-        row = [*name.split(" "), *(f"{x:.1f}" for x in numbers), str(s.registers), str(s.shared), str(s.stack)]
+        known = (f"{s.bytes:.2f}" if s.bytes else "", f"{s.budget:.1f}" if s.budget else "")
+        row = [*name.split(" "), *known, *(f"{x:.1f}" for x in numbers), str(s.registers), str(s.shared), str(s.stack)]
         table.add_row(*row, _widths(s.loads), _widths(s.stores))
         if opcodes:
-            table.add_row("", "", *[""] * 6, "  ".join(f"{o}:{n / each:.2f}" for o, n in s.opcodes.items()))
+            table.add_row("", "", *[""] * 8, "  ".join(f"{o}:{n / each:.2f}" for o, n in s.opcodes.items()))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def markdown(results: Mapping[str, Stats]) -> str:
+    """The table of docs/kernels.md: sweeps against what memory leaves time for."""
+    lines = ["| sweep | bytes | budget | instructions | registers |", "|---|---|---|---|---|"]
+    for name, s in results.items():
+        kernel = name.split(" ")[0]
+        lines.append(f"| {kernel} | {s.bytes:.2f} | {s.budget:.1f} | {s.per_element:.1f} | {s.registers} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -620,13 +682,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all of them")
     parser.add_argument("--chosen", action="store_true", help="those of the performance tests, built from the specs")
     parser.add_argument("--stages", action="store_true", help="those of steps of several sweeps, built from the specs")
+    parser.add_argument("--sweeps", action="store_true", help="the sweeps of every rule that takes several")
     parser.add_argument("--watched", action="store_true", help=f"those of other formats, on {WATCHED_ON}")
     parser.add_argument("--update", action="store_true", help="write the chosen and watched kernels' as baselines")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
+    parser.add_argument("--markdown", action="store_true", help="the same as lines of Markdown, of --sweeps")
     parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
     asked = parser.parse_args(arguments)
     results: dict[str, Stats] = {}
-    jobs = [staged] * asked.stages + [chosen] * asked.chosen + [watched] * asked.watched
+    jobs: list[Callable[[], Iterable[Job]]] = [staged] * asked.stages + [partial(sweeps, asked.names)] * asked.sweeps
+    jobs += [chosen] * asked.chosen + [watched] * asked.watched
     jobs = [chosen, watched] if asked.update else jobs or [kernels]
     for job in (job for some in jobs for job in some()):
         if asked.names and not any(name in job.name for name in asked.names):
@@ -639,7 +704,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps({"kernel": job.name, "triton": triton.__version__, **asdict(stats)}), flush=True)
     if asked.update:
         update(results)
-    if not asked.json:
+    if asked.markdown:
+        print(markdown(results))
+    elif not asked.json:
         show(results, asked.opcodes)
     return int(any(s.stack > 0 for s in results.values()))
 

@@ -36,16 +36,26 @@ def idiom(node: Node) -> Idiom | None:
     return _joined(node) if node.op == "add" else None
 
 
+@cache
+def lanes(node: Node) -> Idiom | None:
+    """The same for Triton's prelude, which has more of them: for bytes and bits of four words that a lane holds."""
+    found = idiom(node)
+    if found or node.space != spaces.elem or node.op != "cast":
+        return found
+    (x,) = node.args
+    if node.dtype is dtypes.i32 and x.dtype is dtypes.u8 and x.op == "load":
+        return Idiom("apart", (x,))
+    if node.dtype is dtypes.u8 and x.op in ("shr", "lshr") and x.args[1].attr == 12:
+        return _rounded(x.args[0]) or Idiom("bits", (x.args[0],), (12,))
+    return None
+
+
 def _cast(node: Node) -> Idiom | None:
     (x,) = node.args
     if node.dtype is dtypes.f32 and x.dtype is dtypes.bf16:
         return Idiom("widened", (x,))
-    if node.dtype is dtypes.i32 and x.dtype is dtypes.u8 and x.op == "load":
-        return Idiom("apart", (x,))
     if node.dtype is not dtypes.u8 or x.dtype is not dtypes.i32:
         return None
-    if x.op in ("shr", "lshr") and x.args[1].attr == 12:
-        return _rounded(x.args[0]) or Idiom("bits", (x.args[0],), (12,))
     if x.op in ("shr", "lshr") and x.args[1].attr in (8, 16, 24):
         return Idiom("byte", (x.args[0],), (x.args[1].attr // 8,))
     return None
@@ -90,7 +100,7 @@ def _joined(node: Node) -> Idiom | None:
 
 
 def printed(roots: list[Node]) -> Iterator[Node]:
-    """Every node that is printed: `postorder` without what idioms say for themselves."""
+    """Every node that Triton's kernels print: `postorder` without what idioms say for themselves."""
     seen: set[int] = set()
     stack = list(roots)
     while stack:
@@ -98,5 +108,5 @@ def printed(roots: list[Node]) -> Iterator[Node]:
         if node.uid not in seen:
             seen.add(node.uid)
             yield node
-            found = idiom(node)
+            found = lanes(node)
             stack += found.args if found else node.args

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from optgen.backends.idioms import idiom, printed
+from optgen.backends.idioms import lanes, printed
 from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
 from optgen.backends.printer import wrapped as wrap
 from optgen.backends.reference import assemble, bound_lines
@@ -72,7 +72,7 @@ class TritonPrinter(Printer):
         return ", live, MASKED, True" if self.keeps else ", live, MASKED"
 
     def express(self, node: Node) -> Text:
-        found = idiom(node) if node.uid not in self.names and self.program.maths == "fast" else None
+        found = lanes(node) if node.uid not in self.names and self.program.maths == "fast" else None
         if found is None:
             return super().express(node)
         text = f"{found.helper}({', '.join([*map(self.text, found.args), *map(str, found.numbers)])})"
@@ -290,11 +290,25 @@ def tile_elements(schedule: Schedule) -> int:
     return max(TILE, schedule.program.block)
 
 
+def sweep_tile(schedule: Schedule) -> int:
+    """Elements per tile of a sweep over segments.
+
+    Twice as many where only bytes are stored, beside sums: 16 codes of a thread are one 128-bit access, and what is
+    computed once per block, or crosses threads, is worth twice the elements.  Strict maths adds lanes in their order.
+    """
+    program = schedule.program
+    stored = {b.dtype.bits for b in program.buffers if b.writes and b.space == spaces.elem and b.role != "partial"}
+    wide = program.maths == "fast" and stored == {8} and bool(terms(schedule)) and program.block > 1
+    return max(2 * TILE if wide else TILE, program.block)
+
+
 def registers(schedule: Schedule) -> int | None:
     """Registers per thread that the kernel fits in without spilling, counted on sm_80 to sm_100; None: no limit."""
     buffers = schedule.program.buffers
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
         return None
+    if sweep_tile(schedule) > max(TILE, schedule.program.block):
+        return 112 + 16 * len(terms(schedule))
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
     # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
@@ -482,7 +496,7 @@ def tile(
 
 
 def anchor_of(schedule: Schedule) -> Let | None:
-    """What a tile function that draws random numbers loads in bytes or halves, if anything; see `within` of the prelude."""
+    """What a tile function that draws random numbers loads in bytes or halves; see the prelude's `within`."""
     lets = _lets(schedule) if _is_counted(schedule.program) else ()
     loads = [let for let in lets if let.node.op == "load" and let.node.space == spaces.elem]
     return next((let for let in loads if let.node.dtype.bits in (8, 16)), None)
@@ -547,7 +561,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     """
     program = schedule.program
     table = table or Table.of(program)
-    block, size = program.block, tile_elements(schedule)
+    block, size = program.block, sweep_tile(schedule)
     host = [f"{let.name}_" if let.name in LOCALS else let.name for let in program.host]
     counted = _is_counted(program)
     found = terms(schedule)
@@ -575,8 +589,17 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     shape = f"[TILE // {block}, {block}]" if block > 1 else "[TILE]"
     if found and strict:
         shape = "[256]"
-    for t in found:
-        out.append(f"    {t.name}s = tl.full({shape}, {_nothing(t)}, tl.float32)")
+    # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
+    # their own.  In strict maths sums need the lanes of a whole tile.
+    most = 128 if not (found and strict) else size
+    few = f"(BLOCKS + {size // most - 1}) // {size // most}" if size > most else "BLOCKS"
+    less = f"[FEW, {block}]" if block > 1 else "[LESS]"
+    apart = bool(found) and not strict
+
+    def begun(t: Term, name: str, shape: str) -> str:
+        return f"    {name} = tl.full({shape}, {_nothing(t)}, tl.float32)"
+
+    out += [begun(t, f"{t.name}s", shape) for t in found]
 
     def call(indent: str, elements: str, blocks: str, masked: str, **given: str) -> list[str]:
         """The tile whose pointers are that much further on."""
@@ -587,18 +610,19 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         results = ", ".join(variable for t in found for variable, _ in t.parts)
         lines = wrapped(f"{results + ' = ' if found else ''}{function}_tile(", names, close=")")
         for t in found:
-            if strict:
+            if apart and masked == "True":
+                lines.append(f"{t.name}s_apart = {t.joined(f'{t.name}s_apart')}")
+            elif strict:
                 lines.append(f"{t.name}s = down({t.name}s, tl.reshape({t.name}, [TILE // 256, 256]){_max(t)})")
             else:
                 lines.append(f"{t.name}s = {t.joined(f'{t.name}s')}")
         return [indent + x for x in lines]
 
     pad = " " * 4
-    # Masked elements come one by one, in a register each: half as many at a time, lest registers spill.  Sums need the
-    # lanes of a whole tile.
     if block == 1:
-        out.append("    LESS: tl.constexpr = TILE" + ("" if found else " // 2"))
+        out.append("    LESS: tl.constexpr = TILE" + (f" // {size // most}" if size > most else ""))
         out.append("    few = tl.arange(0, LESS)")
+        out += [begun(t, f"{t.name}s_apart", less) for t in found if apart]
         if counted:
             out.append("    if RAGGED:")
             out.append(
@@ -616,8 +640,9 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"{pad}at = tl.arange(0, TILE)")
     else:
         out.append(f"    BLOCKS: tl.constexpr = TILE // {block}")
-        out.append("    FEW: tl.constexpr = BLOCKS" if found else "    FEW: tl.constexpr = (BLOCKS + 1) // 2")
+        out.append(f"    FEW: tl.constexpr = {few}")
         out.append(f"    LESS: tl.constexpr = FEW * {block}")
+        out += [begun(t, f"{t.name}s_apart", less) for t in found if apart]
         out.append("    few_blocks = tl.arange(0, FEW)")
         out.append("    if RAGGED:")
         out.append("        # Rows end within a block: tiles count blocks row by row, every access is masked.")
@@ -670,11 +695,13 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out.append(f"{pad}    start = {'pair' if counted else 'opaque(pair)'} * (2 * TILE)")
     out.append(f"{pad}    for odd in tl.static_range(2):")
     further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
-    out += call(f"{pad}        ", *further, "False", **full, index="before + start + odd * TILE + (at & -8) | at & 7")
+    # Of `at & -8` compilers make two numbers where a thread has 16 elements, and hash for each of the second eight.
+    eights = "(at - (at & 7)) | at & 7"
+    out += call(f"{pad}        ", *further, "False", **full, index=f"before + start + odd * TILE + {eights}")
     out.append(f"{pad}tile = count // (2 * TILE) * 2")
     out.append(f"{pad}start = tile * TILE")
     out.append(f"{pad}if start + TILE <= count:")
-    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="before + start + (at & -8) | at & 7")
+    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index=f"before + start + {eights}")
     # No loop, which would carry the address of every element.
     out.append(f"{pad}for part in tl.static_range(TILE // LESS):")
     out.append(f"{pad}    start = count // TILE * TILE + part * LESS")
@@ -686,11 +713,14 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"{pad}        live_eight = few_eights * 8 < count - start")
     partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block", at_eight="few_eights")
     further = "start", "count // TILE * BLOCKS + part * FEW"
-    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + (few & -8) | few & 7")
+    out += call(f"{pad}        ", *further, "True", **partial, index="before + start + (few - (few & 7)) | few & 7")
     for t in found:
-        lanes = f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])"
+        total = folded(t, f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])", strict)
+        if apart:
+            rest = folded(t, f"tl.reshape({t.name}s_apart, [1, LESS])", strict)
+            total = f"larger({total}, {rest})" if t.is_max else f"{total} + {rest}"
         for b in t.partials:
-            out.append(f"    tl.store({b.name}_ptr + first // TILES + tl.arange(0, 1), {folded(t, lanes, strict)})")
+            out.append(f"    tl.store({b.name}_ptr + first // TILES + tl.arange(0, 1), {total})")
     return out
 
 
@@ -754,7 +784,7 @@ def helpers(schedules: list[Schedule]) -> list[str]:
     for s in schedules:
         fast = s.program.maths == "fast"
         for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
-            found = idiom(n) if fast else None
+            found = lanes(n) if fast else None
             if found:
                 text.add(found.helper)
             elif fast and _is_wide_gradient(n):

@@ -39,6 +39,7 @@ from optgen.backends.triton import (
     numbers,
     pointers,
     registers,
+    sweep_tile,
     terms,
     tile,
     tile_elements,
@@ -124,7 +125,7 @@ class Kernels:
 
     lines     their text
     tiles     flat sweep -> elements per tile
-    limits    flat sweep -> registers per thread that it need not exceed
+    limits    sweep -> registers per thread that it need not exceed
     warps     sweep over panels -> warps of 32 lanes per program
     dense     sweep over panels -> which dense operand each reduction's is
     """
@@ -147,11 +148,12 @@ def kernels(step: Step, function: str, source: str = "") -> Kernels:
         if stage.is_sweep and touches_matrices(program):
             lines = _panels(stage.schedule, name, frame, source)
             out.warps[name] = _warps(program)
+            out.limits[name] = _registers(stage.schedule)
             found = terms(stage.schedule)
             out.dense[name] = {b.name: i for i, t in enumerate(found) for b in t.partials}
         elif stage.is_sweep:
             lines = kernel(stage.schedule, name, source, frame.table(program))
-            out.tiles[name] = tile_elements(stage.schedule)
+            out.tiles[name] = sweep_tile(stage.schedule)
             out.limits[name] = registers(stage.schedule)
         elif first:
             level = [(f"{function}_{i + 1}", s) for i, s in _of_level(step, stage.level)]
@@ -187,6 +189,15 @@ def needs(step: Step) -> list[str]:
 def _warps(program: Program) -> int:
     """Warps that share a row of a panel: what crosses threads once per row is worth 32 elements of each."""
     return min(max(panel_columns(program.block) // 1024, 1), 32)  # no device runs more together
+
+
+def _registers(schedule: Schedule) -> int | None:
+    """Registers per thread that a panel's kernel fits in, counted on sm_80 to sm_100: compilers left alone begin all
+    parts of a row at a time where one term and one state's codes are all that is kept."""
+    buffers = schedule.program.buffers
+    states = {b.owner for b in buffers if b.role == "state" and b.writes}
+    few = schedule.program.maths == "fast" and len(terms(schedule)) == 1 and len(states) == 1
+    return 128 if few and schedule.program.block > 1 else None
 
 
 def _part(program: Program) -> int:
@@ -259,10 +270,6 @@ def _call(
     return [indent + x for x in wrapped(f"{results}{function}_tile(", names, close=")")]
 
 
-def _has(found: Sequence[Term], space: str) -> bool:
-    return any(b.space.name == space for t in found for b in t.partials)
-
-
 def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     program, found = schedule.program, terms(schedule)
     block, strict = program.block, program.maths == "strict"
@@ -325,7 +332,8 @@ def _panel_kernel(schedule: Schedule, function: str, frame: Frame) -> list[str]:
     # In strict maths, and of maxima, what a column has is one value; else a row's tile is added to that before.
     lasting = {t.name: f"[{part}]" if strict or t.is_max else shape for t in found}
     for t in (t for t in found if _reduces(t, "col")):
-        out += [f"    {t.name}s_{k} = tl.full({lasting[t.name]}, {_nothing(t)}, tl.float32)" for k in range(len(starts))]
+        zeros = f"tl.full({lasting[t.name]}, {_nothing(t)}, tl.float32)"
+        out += [f"    {t.name}s_{k} = {zeros}" for k in range(len(starts))]
 
     def moved(left: int) -> dict[str, str]:
         """How far on the pointers of a part are."""
