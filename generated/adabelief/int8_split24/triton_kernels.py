@@ -168,7 +168,7 @@ def adabelief_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_var_ptr + start + odd * TILE,
                     exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -178,8 +178,9 @@ def adabelief_float32(
             adabelief_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -190,8 +191,9 @@ def adabelief_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -431,9 +433,9 @@ def adabelief_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_var_ptr + start + odd * TILE, exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -441,7 +443,7 @@ def adabelief_bfloat16(
             adabelief_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -454,8 +456,9 @@ def adabelief_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -554,7 +557,7 @@ def adabelief_bfloat16_small(
                 adabelief_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_var_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -563,8 +566,9 @@ def adabelief_bfloat16_small(
         if start + TILE <= count:
             adabelief_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -572,7 +576,7 @@ def adabelief_bfloat16_small(
                 live = few < count - start
                 adabelief_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )
@@ -751,9 +755,9 @@ def adabelief_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_var_ptr + start + odd * TILE, exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -761,7 +765,7 @@ def adabelief_float16(
             adabelief_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -774,8 +778,9 @@ def adabelief_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -892,7 +897,7 @@ def adabelief_float16_small(
                 adabelief_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_var_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -901,8 +906,9 @@ def adabelief_float16_small(
         if start + TILE <= count:
             adabelief_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -910,7 +916,7 @@ def adabelief_float16_small(
                 live = few < count - start
                 adabelief_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )

@@ -1845,8 +1845,10 @@ def adafactor_float32_no_factored_1(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1864,8 +1866,8 @@ def adafactor_float32_no_factored_1(
                 p_ptr, g_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1905,10 +1907,10 @@ def adafactor_float32_no_factored_1(
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2078,15 +2080,15 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, tensor_div_ptr,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, grad_scale,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, grad_scale,
                 one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                 stream_key, False,
             )
@@ -2098,8 +2100,8 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2139,8 +2141,10 @@ def adafactor_float32_no_factored_small_1(
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2173,10 +2177,10 @@ def adafactor_float32_no_factored_small_1(
                 p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
                 eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2326,8 +2330,10 @@ def adafactor_bfloat16_no_factored_1(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2345,8 +2351,8 @@ def adafactor_bfloat16_no_factored_1(
                 p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2388,10 +2394,10 @@ def adafactor_bfloat16_no_factored_1(
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2545,9 +2551,9 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, grad_scale,
-                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                    stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2555,7 +2561,7 @@ def adafactor_bfloat16_no_factored_3(
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2566,8 +2572,8 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2612,8 +2618,10 @@ def adafactor_bfloat16_no_factored_small_1(
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2647,10 +2655,10 @@ def adafactor_bfloat16_no_factored_small_1(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2742,15 +2750,15 @@ def adafactor_bfloat16_no_factored_small_3(
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2759,7 +2767,7 @@ def adafactor_bfloat16_no_factored_small_3(
                 live = few < count - start
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
@@ -2825,8 +2833,10 @@ def adafactor_float16_no_factored_1(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2844,8 +2854,8 @@ def adafactor_float16_no_factored_1(
                 p_ptr, g_ptr, weight_low_ptr, variance_ptr, variance_range_ptr, where, block, live, live_block, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2887,10 +2897,10 @@ def adafactor_float16_no_factored_1(
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3040,9 +3050,9 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, grad_scale,
-                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                    stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3050,7 +3060,7 @@ def adafactor_float16_no_factored_3(
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3061,8 +3071,8 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -3114,8 +3124,10 @@ def adafactor_float16_no_factored_small_1(
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -3149,10 +3161,10 @@ def adafactor_float16_no_factored_small_1(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3262,15 +3274,15 @@ def adafactor_float16_no_factored_small_3(
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3279,7 +3291,7 @@ def adafactor_float16_no_factored_small_3(
                 live = few < count - start
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few & -8) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 

@@ -171,7 +171,7 @@ def adam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -180,7 +180,7 @@ def adam_float32(
             adam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -192,7 +192,7 @@ def adam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -433,8 +433,9 @@ def adam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -442,8 +443,8 @@ def adam_bfloat16(
             adam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -454,7 +455,7 @@ def adam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -552,7 +553,7 @@ def adam_bfloat16_small(
                 adam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
                     scalar_5, step_key, stream_key, False,
                 )
@@ -561,7 +562,7 @@ def adam_bfloat16_small(
         if start + TILE <= count:
             adam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                 stream_key, False,
             )
@@ -571,9 +572,9 @@ def adam_bfloat16_small(
                 live = few < count - start
                 adam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
-                    stream_key, True,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
+                    scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -752,8 +753,9 @@ def adam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -761,8 +763,8 @@ def adam_float16(
             adam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -773,7 +775,7 @@ def adam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -889,7 +891,7 @@ def adam_float16_small(
                 adam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
                     scalar_5, step_key, stream_key, False,
                 )
@@ -898,7 +900,7 @@ def adam_float16_small(
         if start + TILE <= count:
             adam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                 stream_key, False,
             )
@@ -908,9 +910,9 @@ def adam_float16_small(
                 live = few < count - start
                 adam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
-                    stream_key, True,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
+                    scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -1095,7 +1097,7 @@ def adam_float32_amsgrad(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1105,7 +1107,7 @@ def adam_float32_amsgrad(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1118,7 +1120,7 @@ def adam_float32_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -1400,8 +1402,9 @@ def adam_bfloat16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1410,7 +1413,7 @@ def adam_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1423,7 +1426,7 @@ def adam_bfloat16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -1528,8 +1531,8 @@ def adam_bfloat16_amsgrad_small(
                 adam_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1537,9 +1540,9 @@ def adam_bfloat16_amsgrad_small(
         if start + TILE <= count:
             adam_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-                scalar_4, scalar_5, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1547,9 +1550,9 @@ def adam_bfloat16_amsgrad_small(
                 live = few < count - start
                 adam_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-                    scalar_4, scalar_5, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -1762,8 +1765,9 @@ def adam_float16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1772,7 +1776,7 @@ def adam_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1785,7 +1789,7 @@ def adam_float16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -1908,8 +1912,8 @@ def adam_float16_amsgrad_small(
                 adam_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1917,9 +1921,9 @@ def adam_float16_amsgrad_small(
         if start + TILE <= count:
             adam_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-                scalar_4, scalar_5, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1927,9 +1931,9 @@ def adam_float16_amsgrad_small(
                 live = few < count - start
                 adam_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2, weight_decay,
-                    grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-                    scalar_4, scalar_5, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 

@@ -789,8 +789,9 @@ def adam_mini_float32_no_by_rows_1(
     tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -810,8 +811,8 @@ def adam_mini_float32_no_by_rows_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -950,8 +951,9 @@ def adam_mini_bfloat16_no_by_rows_1(
     tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -971,8 +973,8 @@ def adam_mini_bfloat16_no_by_rows_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1065,8 +1067,9 @@ def adam_mini_float16_no_by_rows_1(
     tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -1086,8 +1089,8 @@ def adam_mini_float16_no_by_rows_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit

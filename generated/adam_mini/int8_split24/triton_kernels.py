@@ -2097,7 +2097,7 @@ def adam_mini_float32_no_by_rows_1_tile(
 def adam_mini_float32_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2114,8 +2114,9 @@ def adam_mini_float32_no_by_rows_1(
     begin = tl.load(row + 14) * pace + tl.load(row + 15) // 64 * 64
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2135,7 +2136,7 @@ def adam_mini_float32_no_by_rows_1(
                 g_ptr, m_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2152,7 +2153,7 @@ def adam_mini_float32_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2161,7 +2162,7 @@ def adam_mini_float32_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
                 False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2172,11 +2173,11 @@ def adam_mini_float32_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
+                    step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2338,8 +2339,9 @@ def adam_mini_float32_no_by_rows_small_1(
     tensor_sum_for_vmean_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -2359,8 +2361,8 @@ def adam_mini_float32_no_by_rows_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2503,7 +2505,7 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
 def adam_mini_bfloat16_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2520,8 +2522,9 @@ def adam_mini_bfloat16_no_by_rows_1(
     begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2541,7 +2544,7 @@ def adam_mini_bfloat16_no_by_rows_1(
                 g_ptr, m_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2558,7 +2561,7 @@ def adam_mini_bfloat16_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2567,7 +2570,7 @@ def adam_mini_bfloat16_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
                 False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2578,11 +2581,11 @@ def adam_mini_bfloat16_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
+                    step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2707,7 +2710,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 adam_mini_bfloat16_no_by_rows_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2715,7 +2718,7 @@ def adam_mini_bfloat16_no_by_rows_3(
         if start + TILE <= count:
             adam_mini_bfloat16_no_by_rows_3_tile(
                 p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2725,7 +2728,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 live_block = few_blocks * 64 < count - start
                 adam_mini_bfloat16_no_by_rows_3_tile(
                     p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
+                    one_over_denom_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7,
                     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -2743,8 +2746,9 @@ def adam_mini_bfloat16_no_by_rows_small_1(
     tensor_sum_for_vmean_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -2764,8 +2768,8 @@ def adam_mini_bfloat16_no_by_rows_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2855,16 +2859,17 @@ def adam_mini_bfloat16_no_by_rows_small_3(
             for odd in tl.static_range(2):
                 adam_mini_bfloat16_no_by_rows_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7,
-                    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
+                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_mini_bfloat16_no_by_rows_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
                 stream_key, False,
             )
@@ -2874,7 +2879,7 @@ def adam_mini_bfloat16_no_by_rows_small_3(
                 live = few < count - start
                 adam_mini_bfloat16_no_by_rows_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    before + start + (few & -8) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
                     stream_key, True,
                 )
@@ -2925,7 +2930,7 @@ def adam_mini_float16_no_by_rows_1_tile(
 def adam_mini_float16_no_by_rows_1(
     table, work, beta1: tl.float32, one_minus_beta1_times_grad_scale: tl.float32, step_key: tl.int32,
     GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """adam_mini: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2942,8 +2947,9 @@ def adam_mini_float16_no_by_rows_1(
     begin = tl.load(row + 15) * pace + tl.load(row + 16) // 64 * 64
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2963,7 +2969,7 @@ def adam_mini_float16_no_by_rows_1(
                 g_ptr, m_ptr, m_scale_ptr, where, block, live, live_block, number, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2980,7 +2986,7 @@ def adam_mini_float16_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2989,7 +2995,7 @@ def adam_mini_float16_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
                 False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -3000,11 +3006,11 @@ def adam_mini_float16_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
+                    step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3125,7 +3131,7 @@ def adam_mini_float16_no_by_rows_3(
                 adam_mini_float16_no_by_rows_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3133,7 +3139,7 @@ def adam_mini_float16_no_by_rows_3(
         if start + TILE <= count:
             adam_mini_float16_no_by_rows_3_tile(
                 p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3143,7 +3149,7 @@ def adam_mini_float16_no_by_rows_3(
                 live_block = few_blocks * 64 < count - start
                 adam_mini_float16_no_by_rows_3_tile(
                     p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7,
+                    one_over_denom_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7,
                     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -3161,8 +3167,9 @@ def adam_mini_float16_no_by_rows_small_1(
     tensor_sum_for_vmean_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -3182,8 +3189,8 @@ def adam_mini_float16_no_by_rows_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3291,16 +3298,17 @@ def adam_mini_float16_no_by_rows_small_3(
             for odd in tl.static_range(2):
                 adam_mini_float16_no_by_rows_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7,
-                    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
+                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_mini_float16_no_by_rows_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
                 stream_key, False,
             )
@@ -3310,7 +3318,7 @@ def adam_mini_float16_no_by_rows_small_3(
                 live = few < count - start
                 adam_mini_float16_no_by_rows_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    before + start + (few & -8) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
                     stream_key, True,
                 )
@@ -3318,15 +3326,15 @@ def adam_mini_float16_no_by_rows_small_3(
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "adam_mini_float32_no_by_rows_1": 256,
+    "adam_mini_float32_no_by_rows_1": 512,
     "adam_mini_float32_no_by_rows_3": 256,
     "adam_mini_float32_no_by_rows_small_1": 256,
     "adam_mini_float32_no_by_rows_small_3": 256,
-    "adam_mini_bfloat16_no_by_rows_1": 256,
+    "adam_mini_bfloat16_no_by_rows_1": 512,
     "adam_mini_bfloat16_no_by_rows_3": 256,
     "adam_mini_bfloat16_no_by_rows_small_1": 256,
     "adam_mini_bfloat16_no_by_rows_small_3": 256,
-    "adam_mini_float16_no_by_rows_1": 256,
+    "adam_mini_float16_no_by_rows_1": 512,
     "adam_mini_float16_no_by_rows_3": 256,
     "adam_mini_float16_no_by_rows_small_1": 256,
     "adam_mini_float16_no_by_rows_small_3": 256,
@@ -3334,15 +3342,18 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "adam_mini_float32_no_by_rows_1": {"maxnreg": 80},
+    "adam_mini_float32_1": {"maxnreg": 128},
+    "adam_mini_bfloat16_1": {"maxnreg": 128},
+    "adam_mini_float16_1": {"maxnreg": 128},
+    "adam_mini_float32_no_by_rows_1": {"maxnreg": 128},
     "adam_mini_float32_no_by_rows_3": {"maxnreg": 64},
     "adam_mini_float32_no_by_rows_small_1": {"maxnreg": 80},
     "adam_mini_float32_no_by_rows_small_3": {"maxnreg": 64},
-    "adam_mini_bfloat16_no_by_rows_1": {"maxnreg": 80},
+    "adam_mini_bfloat16_no_by_rows_1": {"maxnreg": 128},
     "adam_mini_bfloat16_no_by_rows_3": {"maxnreg": 64},
     "adam_mini_bfloat16_no_by_rows_small_1": {"maxnreg": 80},
     "adam_mini_bfloat16_no_by_rows_small_3": {"maxnreg": 64},
-    "adam_mini_float16_no_by_rows_1": {"maxnreg": 112},
+    "adam_mini_float16_no_by_rows_1": {"maxnreg": 128},
     "adam_mini_float16_no_by_rows_3": {"maxnreg": 96},
     "adam_mini_float16_no_by_rows_small_1": {"maxnreg": 80},
     "adam_mini_float16_no_by_rows_small_3": {"maxnreg": 96},

@@ -165,7 +165,7 @@ def adamax_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_inf_ptr + start + odd * TILE,
                     exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -174,7 +174,7 @@ def adamax_float32(
             adamax_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -186,8 +186,8 @@ def adamax_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -418,7 +418,7 @@ def adamax_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
                     grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -427,7 +427,7 @@ def adamax_bfloat16(
             adamax_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                 one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -439,8 +439,8 @@ def adamax_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -537,7 +537,7 @@ def adamax_bfloat16_small(
                 adamax_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -545,7 +545,7 @@ def adamax_bfloat16_small(
         if start + TILE <= count:
             adamax_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -554,7 +554,7 @@ def adamax_bfloat16_small(
                 live = few < count - start
                 adamax_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
                 )
 
@@ -728,7 +728,7 @@ def adamax_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
                     grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -737,7 +737,7 @@ def adamax_float16(
             adamax_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                 one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -749,8 +749,8 @@ def adamax_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -865,7 +865,7 @@ def adamax_float16_small(
                 adamax_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -873,7 +873,7 @@ def adamax_float16_small(
         if start + TILE <= count:
             adamax_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -882,7 +882,7 @@ def adamax_float16_small(
                 live = few < count - start
                 adamax_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
                 )
 

@@ -3502,7 +3502,7 @@ def adamp_float32_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
@@ -3512,9 +3512,9 @@ def adamp_float32_no_projected(
             adamp_float32_no_projected_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                False,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3525,7 +3525,7 @@ def adamp_float32_no_projected(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -3772,7 +3772,7 @@ def adamp_bfloat16_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -3782,7 +3782,7 @@ def adamp_bfloat16_no_projected(
             adamp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -3795,7 +3795,7 @@ def adamp_bfloat16_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -3896,7 +3896,7 @@ def adamp_bfloat16_no_projected_small(
                 adamp_bfloat16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
@@ -3905,7 +3905,7 @@ def adamp_bfloat16_no_projected_small(
         if start + TILE <= count:
             adamp_bfloat16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -3915,9 +3915,9 @@ def adamp_bfloat16_no_projected_small(
                 live = few < count - start
                 adamp_bfloat16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, True,
                 )
 
 
@@ -4100,7 +4100,7 @@ def adamp_float16_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -4110,7 +4110,7 @@ def adamp_float16_no_projected(
             adamp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -4123,7 +4123,7 @@ def adamp_float16_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -4242,7 +4242,7 @@ def adamp_float16_no_projected_small(
                 adamp_float16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
@@ -4251,7 +4251,7 @@ def adamp_float16_no_projected_small(
         if start + TILE <= count:
             adamp_float16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -4261,9 +4261,9 @@ def adamp_float16_no_projected_small(
                 live = few < count - start
                 adamp_float16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, True,
                 )
 
 
@@ -7335,7 +7335,7 @@ def adamp_float32_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
@@ -7345,9 +7345,9 @@ def adamp_float32_nesterov_no_projected(
             adamp_float32_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                False,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -7358,7 +7358,7 @@ def adamp_float32_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -7610,7 +7610,7 @@ def adamp_bfloat16_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7620,7 +7620,7 @@ def adamp_bfloat16_nesterov_no_projected(
             adamp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -7633,7 +7633,7 @@ def adamp_bfloat16_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -7738,7 +7738,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
                 adamp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
                     scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7747,7 +7747,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
         if start + TILE <= count:
             adamp_bfloat16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -7757,8 +7757,8 @@ def adamp_bfloat16_nesterov_no_projected_small(
                 live = few < count - start
                 adamp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -7943,7 +7943,7 @@ def adamp_float16_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7953,7 +7953,7 @@ def adamp_float16_nesterov_no_projected(
             adamp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -7966,7 +7966,7 @@ def adamp_float16_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -8089,7 +8089,7 @@ def adamp_float16_nesterov_no_projected_small(
                 adamp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
                     scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -8098,7 +8098,7 @@ def adamp_float16_nesterov_no_projected_small(
         if start + TILE <= count:
             adamp_float16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -8108,8 +8108,8 @@ def adamp_float16_nesterov_no_projected_small(
                 live = few < count - start
                 adamp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
+                    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 

@@ -4854,10 +4854,13 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
+    "adamw_float32_2": {"maxnreg": 128},
     "adamw_float32_small": {"maxnreg": 64},
     "adamw_float32_vector": {"maxnreg": 96},
+    "adamw_bfloat16_2": {"maxnreg": 128},
     "adamw_bfloat16_small": {"maxnreg": 64},
     "adamw_bfloat16_vector": {"maxnreg": 96},
+    "adamw_float16_2": {"maxnreg": 128},
     "adamw_float16_small": {"maxnreg": 64},
     "adamw_float16_vector": {"maxnreg": 96},
 }

@@ -209,7 +209,7 @@ def ademamix_float32(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_slow_ptr + start + odd * TILE,
                     exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
@@ -219,10 +219,10 @@ def ademamix_float32(
             ademamix_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-                scalar_4, lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-                False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+                scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -234,7 +234,7 @@ def ademamix_float32(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
                     exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
                 )
@@ -521,7 +521,7 @@ def ademamix_bfloat16(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
@@ -532,7 +532,7 @@ def ademamix_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                 scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
@@ -546,7 +546,7 @@ def ademamix_bfloat16(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
                     exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
                 )
@@ -654,16 +654,17 @@ def ademamix_bfloat16_small(
                 ademamix_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_slow_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+                    scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             ademamix_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
+                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
             )
@@ -673,7 +674,7 @@ def ademamix_bfloat16_small(
                 live = few < count - start
                 ademamix_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2,
+                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
                 )
@@ -891,7 +892,7 @@ def ademamix_float16(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
@@ -902,7 +903,7 @@ def ademamix_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                 scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
@@ -916,7 +917,7 @@ def ademamix_float16(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
                     exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
                 )
@@ -1042,16 +1043,17 @@ def ademamix_float16_small(
                 ademamix_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_slow_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
+                    exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
+                    scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             ademamix_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
+                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
             )
@@ -1061,7 +1063,7 @@ def ademamix_float16_small(
                 live = few < count - start
                 ademamix_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2,
+                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
                 )

@@ -168,7 +168,7 @@ def adopt_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                     step_key, stream_key, False,
                 )
@@ -178,9 +178,9 @@ def adopt_float32(
             adopt_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key,
-                False,
+                before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -191,8 +191,9 @@ def adopt_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                    step_key, stream_key, True,
                 )
 
 
@@ -433,7 +434,7 @@ def adopt_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, weight_decay,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay,
                     grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -443,7 +444,7 @@ def adopt_bfloat16(
             adopt_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
@@ -456,8 +457,9 @@ def adopt_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                    step_key, stream_key, True,
                 )
 
 
@@ -557,7 +559,7 @@ def adopt_bfloat16_small(
                 adopt_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -566,7 +568,7 @@ def adopt_bfloat16_small(
         if start + TILE <= count:
             adopt_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                 one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
             )
@@ -576,7 +578,7 @@ def adopt_bfloat16_small(
                 live = few < count - start
                 adopt_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, eps, weight_decay, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
@@ -754,7 +756,7 @@ def adopt_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, weight_decay,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay,
                     grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -764,7 +766,7 @@ def adopt_float16(
             adopt_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
@@ -777,8 +779,9 @@ def adopt_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                    step_key, stream_key, True,
                 )
 
 
@@ -896,7 +899,7 @@ def adopt_float16_small(
                 adopt_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -905,7 +908,7 @@ def adopt_float16_small(
         if start + TILE <= count:
             adopt_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, eps, weight_decay, grad_scale,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                 one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
             )
@@ -915,7 +918,7 @@ def adopt_float16_small(
                 live = few < count - start
                 adopt_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, eps, weight_decay, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
@@ -1066,7 +1069,7 @@ def adopt_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, grad_scale, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                     False,
                 )
@@ -1076,8 +1079,8 @@ def adopt_float32_decoupled_weight_decay(
             adopt_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1088,8 +1091,9 @@ def adopt_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, scalar_0,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1327,7 +1331,7 @@ def adopt_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, grad_scale,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
                     scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key,
                     stream_key, False,
                 )
@@ -1337,7 +1341,7 @@ def adopt_bfloat16_decoupled_weight_decay(
             adopt_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, eps, grad_scale, scalar_0,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
@@ -1350,8 +1354,9 @@ def adopt_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, scalar_0,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1451,16 +1456,16 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                 adopt_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
+                    scalar_6, decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adopt_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                 stream_key, False,
             )
@@ -1470,8 +1475,8 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 adopt_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
+                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, True,
                 )
 
@@ -1648,7 +1653,7 @@ def adopt_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, grad_scale,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
                     scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key,
                     stream_key, False,
                 )
@@ -1658,7 +1663,7 @@ def adopt_float16_decoupled_weight_decay(
             adopt_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, eps, grad_scale, scalar_0,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
@@ -1671,8 +1676,9 @@ def adopt_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, scalar_0,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1790,16 +1796,16 @@ def adopt_float16_decoupled_weight_decay_small(
                 adopt_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
+                    scalar_6, decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adopt_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                 stream_key, False,
             )
@@ -1809,8 +1815,8 @@ def adopt_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 adopt_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
+                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, True,
                 )
 

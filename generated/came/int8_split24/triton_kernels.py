@@ -4556,8 +4556,9 @@ def came_float32_no_factored_1(
     columns = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -4575,7 +4576,7 @@ def came_float32_no_factored_1(
                 g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -4611,8 +4612,8 @@ def came_float32_no_factored_1(
                     g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -4783,7 +4784,7 @@ def came_float32_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_one_max_tensor_div_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -4793,7 +4794,7 @@ def came_float32_no_factored_3(
             came_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_over_one_max_tensor_div_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
@@ -4806,7 +4807,7 @@ def came_float32_no_factored_3(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -4845,8 +4846,9 @@ def came_float32_no_factored_small_1(
     tensor_sum_of_g_ptr = pointer(row + 6, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -4876,8 +4878,8 @@ def came_float32_no_factored_small_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -5034,8 +5036,9 @@ def came_bfloat16_no_factored_1(
     columns = tl.load(row + 14)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -5053,7 +5056,7 @@ def came_bfloat16_no_factored_1(
                 g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -5089,8 +5092,8 @@ def came_bfloat16_no_factored_1(
                     g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -5272,7 +5275,7 @@ def came_bfloat16_no_factored_3(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_one_max_tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
                     one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -5282,8 +5285,8 @@ def came_bfloat16_no_factored_3(
             came_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps1,
-                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
+                eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -5295,7 +5298,7 @@ def came_bfloat16_no_factored_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -5335,8 +5338,9 @@ def came_bfloat16_no_factored_small_1(
     tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -5366,8 +5370,8 @@ def came_bfloat16_no_factored_small_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -5490,7 +5494,7 @@ def came_bfloat16_no_factored_small_3(
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
+                    at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, False,
@@ -5500,7 +5504,7 @@ def came_bfloat16_no_factored_small_3(
         if start + TILE <= count:
             came_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -5511,8 +5515,8 @@ def came_bfloat16_no_factored_small_3(
                 live = few < count - start
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few - (few & 7)) | few & 7, eps1, beta1,
+                    beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
                 )
@@ -5565,8 +5569,9 @@ def came_float16_no_factored_1(
     columns = tl.load(row + 14)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -5584,7 +5589,7 @@ def came_float16_no_factored_1(
                 g_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live, live_block, eps1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -5620,8 +5625,8 @@ def came_float16_no_factored_1(
                     g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -5801,7 +5806,7 @@ def came_float16_no_factored_3(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_one_max_tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
                     one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -5811,8 +5816,8 @@ def came_float16_no_factored_3(
             came_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps1,
-                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
+                eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -5824,7 +5829,7 @@ def came_float16_no_factored_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -5864,8 +5869,9 @@ def came_float16_no_factored_small_1(
     tensor_sum_of_g_ptr = pointer(row + 7, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -5895,8 +5901,8 @@ def came_float16_no_factored_small_1(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -6017,7 +6023,7 @@ def came_float16_no_factored_small_3(
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, before + start + odd * TILE + (at & -8) | at & 7, eps1, beta1, beta2,
+                    at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, False,
@@ -6027,7 +6033,7 @@ def came_float16_no_factored_small_3(
         if start + TILE <= count:
             came_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, before + start + (at & -8) | at & 7, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -6038,8 +6044,8 @@ def came_float16_no_factored_small_3(
                 live = few < count - start
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few & -8) | few & 7, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few - (few & 7)) | few & 7, eps1, beta1,
+                    beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
                 )
@@ -6063,6 +6069,9 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
+    "came_float32_10": {"maxnreg": 128},
+    "came_bfloat16_10": {"maxnreg": 128},
+    "came_float16_10": {"maxnreg": 128},
     "came_float32_no_factored_1": {"maxnreg": 80},
     "came_float32_no_factored_3": {"maxnreg": 64},
     "came_float32_no_factored_small_1": {"maxnreg": 80},

@@ -52,8 +52,9 @@ def cautious_lion_float32_1(
     tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 9)
     agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -81,8 +82,8 @@ def cautious_lion_float32_1(
             agrees_term = cautious_lion_float32_1_tile(
                 g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+            agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -230,8 +231,9 @@ def cautious_lion_bfloat16_1(
     tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 9)
     agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -259,8 +261,8 @@ def cautious_lion_bfloat16_1(
             agrees_term = cautious_lion_bfloat16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+            agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -378,8 +380,9 @@ def cautious_lion_float16_1(
     tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 9)
     agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -407,8 +410,8 @@ def cautious_lion_float16_1(
             agrees_term = cautious_lion_float16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+            agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit

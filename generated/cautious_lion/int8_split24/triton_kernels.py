@@ -63,8 +63,9 @@ def cautious_lion_float32_1(
     columns = tl.load(row + 11)
     agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -82,7 +83,7 @@ def cautious_lion_float32_1(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
                 one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -118,8 +119,8 @@ def cautious_lion_float32_1(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
                 )
-                agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+                agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -269,7 +270,7 @@ def cautious_lion_float32_3(
                 cautious_lion_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -278,7 +279,7 @@ def cautious_lion_float32_3(
         if start + TILE <= count:
             cautious_lion_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 step_key, stream_key, False,
             )
@@ -290,7 +291,7 @@ def cautious_lion_float32_3(
                 cautious_lion_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, True,
                 )
@@ -328,8 +329,9 @@ def cautious_lion_float32_small_1(
     tensor_sum_of_agrees_ptr = pointer(row + 5, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 9)
     agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -357,8 +359,8 @@ def cautious_lion_float32_small_1(
             agrees_term = cautious_lion_float32_small_1_tile(
                 g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+            agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -501,8 +503,9 @@ def cautious_lion_bfloat16_1(
     columns = tl.load(row + 12)
     agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -520,7 +523,7 @@ def cautious_lion_bfloat16_1(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
                 one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -556,8 +559,8 @@ def cautious_lion_bfloat16_1(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
                 )
-                agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+                agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -701,9 +704,9 @@ def cautious_lion_bfloat16_3(
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -711,7 +714,7 @@ def cautious_lion_bfloat16_3(
             cautious_lion_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -722,7 +725,7 @@ def cautious_lion_bfloat16_3(
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, True,
                 )
@@ -761,8 +764,9 @@ def cautious_lion_bfloat16_small_1(
     tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -790,8 +794,8 @@ def cautious_lion_bfloat16_small_1(
             agrees_term = cautious_lion_bfloat16_small_1_tile(
                 g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+            agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -887,7 +891,7 @@ def cautious_lion_bfloat16_small_3(
                 cautious_lion_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -896,7 +900,7 @@ def cautious_lion_bfloat16_small_3(
         if start + TILE <= count:
             cautious_lion_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -905,7 +909,7 @@ def cautious_lion_bfloat16_small_3(
                 live = few < count - start
                 cautious_lion_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -954,8 +958,9 @@ def cautious_lion_float16_1(
     columns = tl.load(row + 12)
     agrees_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    agrees_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -973,7 +978,7 @@ def cautious_lion_float16_1(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, where, block, live, live_block, beta1, grad_scale,
                 one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1009,8 +1014,8 @@ def cautious_lion_float16_1(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
                     few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
                 )
-                agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+                agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1155,9 +1160,9 @@ def cautious_lion_float16_3(
                 cautious_lion_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1165,7 +1170,7 @@ def cautious_lion_float16_3(
             cautious_lion_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1176,7 +1181,7 @@ def cautious_lion_float16_3(
                 cautious_lion_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, True,
                 )
@@ -1215,8 +1220,9 @@ def cautious_lion_float16_small_1(
     tensor_sum_of_agrees_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     agrees_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    agrees_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -1244,8 +1250,8 @@ def cautious_lion_float16_small_1(
             agrees_term = cautious_lion_float16_small_1_tile(
                 g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1))
+            agrees_terms_apart = agrees_terms_apart + agrees_term
+    tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1359,7 +1365,7 @@ def cautious_lion_float16_small_3(
                 cautious_lion_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -1368,7 +1374,7 @@ def cautious_lion_float16_small_3(
         if start + TILE <= count:
             cautious_lion_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1377,7 +1383,7 @@ def cautious_lion_float16_small_3(
                 live = few < count - start
                 cautious_lion_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 

@@ -223,8 +223,10 @@ def dadapt_adam_float32_2(
     one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -246,8 +248,8 @@ def dadapt_adam_float32_2(
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -273,7 +275,7 @@ def dadapt_adam_float32_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -285,8 +287,8 @@ def dadapt_adam_float32_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
-                beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
+                beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -301,13 +303,13 @@ def dadapt_adam_float32_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -491,8 +493,10 @@ def dadapt_adam_float32_small_2(
     numel = tl.load(row + 21)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -531,10 +535,10 @@ def dadapt_adam_float32_small_2(
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -755,8 +759,10 @@ def dadapt_adam_bfloat16_2(
     one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -778,8 +784,8 @@ def dadapt_adam_bfloat16_2(
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -807,7 +813,7 @@ def dadapt_adam_bfloat16_2(
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -820,7 +826,7 @@ def dadapt_adam_bfloat16_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -836,13 +842,13 @@ def dadapt_adam_bfloat16_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -988,8 +994,10 @@ def dadapt_adam_bfloat16_small_2(
     begin = tl.load(row + 25) * pace + tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
         columns = tl.load(row + 23)
@@ -1003,8 +1011,8 @@ def dadapt_adam_bfloat16_small_2(
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -1024,8 +1032,8 @@ def dadapt_adam_bfloat16_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
@@ -1035,7 +1043,7 @@ def dadapt_adam_bfloat16_small_2(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
+                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1047,13 +1055,13 @@ def dadapt_adam_bfloat16_small_2(
                 tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
-                    grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1267,8 +1275,10 @@ def dadapt_adam_float16_2(
     one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1290,8 +1300,8 @@ def dadapt_adam_float16_2(
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1319,7 +1329,7 @@ def dadapt_adam_float16_2(
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -1332,7 +1342,7 @@ def dadapt_adam_float16_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -1348,13 +1358,13 @@ def dadapt_adam_float16_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1452,8 +1462,10 @@ def dadapt_adam_float16_small_2(
     begin = tl.load(row + 25) * pace + tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
         columns = tl.load(row + 23)
@@ -1467,8 +1479,8 @@ def dadapt_adam_float16_small_2(
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -1488,8 +1500,8 @@ def dadapt_adam_float16_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
@@ -1499,7 +1511,7 @@ def dadapt_adam_float16_small_2(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
+                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1511,13 +1523,13 @@ def dadapt_adam_float16_small_2(
                 tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
-                    grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1716,8 +1728,10 @@ def dadapt_adam_float32_use_bias_correction_2(
     one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1739,8 +1753,8 @@ def dadapt_adam_float32_use_bias_correction_2(
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1766,7 +1780,7 @@ def dadapt_adam_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -1778,8 +1792,8 @@ def dadapt_adam_float32_use_bias_correction_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
-                beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
+                beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -1794,13 +1808,13 @@ def dadapt_adam_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1943,8 +1957,10 @@ def dadapt_adam_float32_use_bias_correction_small_2(
     numel = tl.load(row + 21)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1983,10 +1999,10 @@ def dadapt_adam_float32_use_bias_correction_small_2(
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, few, live, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2188,8 +2204,10 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2211,8 +2229,8 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2240,7 +2258,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -2253,7 +2271,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -2269,13 +2287,13 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2402,8 +2420,10 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
     begin = tl.load(row + 25) * pace + tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
         columns = tl.load(row + 23)
@@ -2417,8 +2437,8 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -2438,8 +2458,8 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
@@ -2449,7 +2469,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
+                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2461,13 +2481,13 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                 tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
-                    grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2662,8 +2682,10 @@ def dadapt_adam_float16_use_bias_correction_2(
     one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2685,8 +2707,8 @@ def dadapt_adam_float16_use_bias_correction_2(
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2714,7 +2736,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                     one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
                 one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -2727,7 +2749,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                 stream_key, False,
             )
             one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
@@ -2743,13 +2765,13 @@ def dadapt_adam_float16_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2847,8 +2869,10 @@ def dadapt_adam_float16_use_bias_correction_small_2(
     begin = tl.load(row + 25) * pace + tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     if RAGGED:
         # Rows are parts of longer ones, or begin within eight elements: every access is masked.
         columns = tl.load(row + 23)
@@ -2862,8 +2886,8 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, where, live, number, beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
     else:
         at = tl.arange(0, TILE)
         origin = first * TILE
@@ -2883,8 +2907,8 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
@@ -2894,7 +2918,7 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, eps,
+                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2906,13 +2930,13 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                 tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, eps,
-                    grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -108,7 +108,7 @@ def lamb_float32_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -130,8 +130,10 @@ def lamb_float32_1(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -152,8 +154,8 @@ def lamb_float32_1(
                 live_block, number, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -175,7 +177,7 @@ def lamb_float32_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -186,7 +188,7 @@ def lamb_float32_1(
             tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -200,13 +202,13 @@ def lamb_float32_1(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -416,8 +418,10 @@ def lamb_float32_small_1(
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -452,10 +456,10 @@ def lamb_float32_small_1(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
                 weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -634,7 +638,7 @@ def lamb_bfloat16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -657,8 +661,10 @@ def lamb_bfloat16_1(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -679,8 +685,8 @@ def lamb_bfloat16_1(
                 where, block, live, live_block, number, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -703,8 +709,9 @@ def lamb_bfloat16_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -714,7 +721,7 @@ def lamb_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -728,13 +735,13 @@ def lamb_bfloat16_1(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -875,8 +882,8 @@ def lamb_bfloat16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, False,
+                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -884,8 +891,8 @@ def lamb_bfloat16_3(
             lamb_bfloat16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                False,
+                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -896,7 +903,7 @@ def lamb_bfloat16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
+                    live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
                     stream_key, True,
                 )
 
@@ -950,8 +957,10 @@ def lamb_bfloat16_small_1(
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -987,10 +996,10 @@ def lamb_bfloat16_small_1(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
                 live, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1095,16 +1104,16 @@ def lamb_bfloat16_small_3(
                 lamb_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lamb_bfloat16_small_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                at, at, before + start + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                False,
+                at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1112,8 +1121,8 @@ def lamb_bfloat16_small_3(
                 live = few < count - start
                 lamb_bfloat16_small_3_tile(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                    few, live, before + start + (few & -8) | few & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    True,
+                    few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1214,7 +1223,7 @@ def lamb_float16_1(
     table, work, beta1: tl.float32, beta2: tl.float32, weight_decay: tl.float32,
     one_minus_beta1_times_grad_scale: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32,
     scalar_3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """lamb: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1237,8 +1246,10 @@ def lamb_float16_1(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1259,8 +1270,8 @@ def lamb_float16_1(
                 where, block, live, live_block, number, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1283,8 +1294,9 @@ def lamb_float16_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -1294,7 +1306,7 @@ def lamb_float16_1(
             tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, weight_decay,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -1308,13 +1320,13 @@ def lamb_float16_1(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-                tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1453,8 +1465,8 @@ def lamb_float16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, False,
+                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1462,8 +1474,8 @@ def lamb_float16_3(
             lamb_float16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                False,
+                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1474,7 +1486,7 @@ def lamb_float16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
+                    live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
                     stream_key, True,
                 )
 
@@ -1535,8 +1547,10 @@ def lamb_float16_small_1(
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1572,10 +1586,10 @@ def lamb_float16_small_1(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
                 live, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1678,16 +1692,16 @@ def lamb_float16_small_3(
                 lamb_float16_small_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lamb_float16_small_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                at, at, before + start + (at & -8) | at & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                False,
+                at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1695,22 +1709,22 @@ def lamb_float16_small_3(
                 live = few < count - start
                 lamb_float16_small_3_tile(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                    few, live, before + start + (few & -8) | few & 7, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    True,
+                    few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
+                    stream_key, True,
                 )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "lamb_float32_1": 256,
+    "lamb_float32_1": 512,
     "lamb_float32_3": 256,
     "lamb_float32_small_1": 256,
     "lamb_float32_small_3": 256,
-    "lamb_bfloat16_1": 256,
+    "lamb_bfloat16_1": 512,
     "lamb_bfloat16_3": 256,
     "lamb_bfloat16_small_1": 256,
     "lamb_bfloat16_small_3": 256,
-    "lamb_float16_1": 256,
+    "lamb_float16_1": 512,
     "lamb_float16_3": 256,
     "lamb_float16_small_1": 256,
     "lamb_float16_small_3": 256,
@@ -1718,15 +1732,15 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "lamb_float32_1": {"maxnreg": 96},
+    "lamb_float32_1": {"maxnreg": 144},
     "lamb_float32_3": {"maxnreg": 64},
     "lamb_float32_small_1": {"maxnreg": 96},
     "lamb_float32_small_3": {"maxnreg": 64},
-    "lamb_bfloat16_1": {"maxnreg": 96},
+    "lamb_bfloat16_1": {"maxnreg": 144},
     "lamb_bfloat16_3": {"maxnreg": 64},
     "lamb_bfloat16_small_1": {"maxnreg": 96},
     "lamb_bfloat16_small_3": {"maxnreg": 64},
-    "lamb_float16_1": {"maxnreg": 128},
+    "lamb_float16_1": {"maxnreg": 144},
     "lamb_float16_3": {"maxnreg": 96},
     "lamb_float16_small_1": {"maxnreg": 96},
     "lamb_float16_small_3": {"maxnreg": 96},

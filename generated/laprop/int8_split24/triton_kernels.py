@@ -166,7 +166,7 @@ def laprop_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -176,7 +176,7 @@ def laprop_float32(
             laprop_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
                 scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -189,9 +189,9 @@ def laprop_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
+                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -429,7 +429,7 @@ def laprop_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -439,7 +439,7 @@ def laprop_bfloat16(
             laprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -452,9 +452,9 @@ def laprop_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
+                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -553,7 +553,7 @@ def laprop_bfloat16_small(
                 laprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -562,9 +562,9 @@ def laprop_bfloat16_small(
         if start + TILE <= count:
             laprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
-                stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -572,7 +572,7 @@ def laprop_bfloat16_small(
                 live = few < count - start
                 laprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, scalar_0,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -750,7 +750,7 @@ def laprop_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -760,7 +760,7 @@ def laprop_float16(
             laprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -773,9 +773,9 @@ def laprop_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
+                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
+                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -892,7 +892,7 @@ def laprop_float16_small(
                 laprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -901,9 +901,9 @@ def laprop_float16_small(
         if start + TILE <= count:
             laprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
-                stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -911,7 +911,7 @@ def laprop_float16_small(
                 live = few < count - start
                 laprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, scalar_0,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )

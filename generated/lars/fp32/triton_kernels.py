@@ -46,8 +46,10 @@ def lars_float32_1(
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -72,10 +74,10 @@ def lars_float32_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -225,8 +227,10 @@ def lars_bfloat16_1(
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -251,10 +255,10 @@ def lars_bfloat16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -356,8 +360,10 @@ def lars_float16_1(
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -382,10 +388,10 @@ def lars_float16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit

@@ -46,8 +46,10 @@ def lars_float32_1(
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -72,10 +74,10 @@ def lars_float32_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -233,15 +235,15 @@ def lars_float32_3(
                 lars_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
+                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lars_float32_3_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                lr_times_local_lr_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                lr_times_local_lr_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -252,8 +254,8 @@ def lars_float32_3(
                 lars_float32_3_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -273,8 +275,10 @@ def lars_float32_small_1(
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -299,10 +303,10 @@ def lars_float32_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -425,8 +429,10 @@ def lars_bfloat16_1(
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -457,10 +463,10 @@ def lars_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -597,8 +603,9 @@ def lars_bfloat16_3(
                 lars_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                    lr_times_local_lr_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -606,7 +613,8 @@ def lars_bfloat16_3(
             lars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -616,8 +624,8 @@ def lars_bfloat16_3(
                 lars_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -638,8 +646,10 @@ def lars_bfloat16_small_1(
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -670,10 +680,10 @@ def lars_bfloat16_small_1(
             tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -760,7 +770,7 @@ def lars_bfloat16_small_3(
                 lars_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -768,8 +778,8 @@ def lars_bfloat16_small_3(
         if start + TILE <= count:
             lars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key,
-                False,
+                at, at, before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -777,7 +787,7 @@ def lars_bfloat16_small_3(
                 live = few < count - start
                 lars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, step_key,
+                    few, live, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -820,8 +830,10 @@ def lars_float16_1(
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -852,10 +864,10 @@ def lars_float16_1(
             tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -989,8 +1001,9 @@ def lars_float16_3(
                 lars_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                    lr_times_local_lr_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -998,7 +1011,8 @@ def lars_float16_3(
             lars_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1008,8 +1022,8 @@ def lars_float16_3(
                 lars_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1030,8 +1044,10 @@ def lars_float16_small_1(
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1062,10 +1078,10 @@ def lars_float16_small_1(
             tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1170,7 +1186,7 @@ def lars_float16_small_3(
                 lars_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1178,8 +1194,8 @@ def lars_float16_small_3(
         if start + TILE <= count:
             lars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key,
-                False,
+                at, at, before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1187,7 +1203,7 @@ def lars_float16_small_3(
                 live = few < count - start
                 lars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, step_key,
+                    few, live, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale, step_key,
                     stream_key, True,
                 )
 

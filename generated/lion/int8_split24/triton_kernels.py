@@ -129,7 +129,7 @@ def lion_float32(
                 lion_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -138,7 +138,7 @@ def lion_float32(
         if start + TILE <= count:
             lion_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -150,7 +150,7 @@ def lion_float32(
                 lion_float32_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -344,7 +344,7 @@ def lion_bfloat16(
                 lion_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
@@ -353,7 +353,7 @@ def lion_bfloat16(
         if start + TILE <= count:
             lion_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
                 beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
@@ -365,7 +365,7 @@ def lion_bfloat16(
                 lion_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -457,16 +457,16 @@ def lion_bfloat16_small(
             for odd in tl.static_range(2):
                 lion_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    minus_lr, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lion_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -476,7 +476,7 @@ def lion_bfloat16_small(
                 live = few < count - start
                 lion_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -617,7 +617,7 @@ def lion_float16(
                 lion_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
@@ -626,7 +626,7 @@ def lion_float16(
         if start + TILE <= count:
             lion_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
                 beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
@@ -638,7 +638,7 @@ def lion_float16(
                 lion_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -748,16 +748,16 @@ def lion_float16_small(
             for odd in tl.static_range(2):
                 lion_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    minus_lr, step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lion_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -767,7 +767,7 @@ def lion_float16_small(
                 live = few < count - start
                 lion_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 

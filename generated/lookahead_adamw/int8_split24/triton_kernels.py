@@ -177,7 +177,7 @@ def lookahead_adamw_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -187,7 +187,7 @@ def lookahead_adamw_float32(
             lookahead_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -199,7 +199,7 @@ def lookahead_adamw_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -451,7 +451,7 @@ def lookahead_adamw_bfloat16(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -460,7 +460,7 @@ def lookahead_adamw_bfloat16(
             lookahead_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -473,7 +473,7 @@ def lookahead_adamw_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -577,16 +577,16 @@ def lookahead_adamw_bfloat16_small(
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
+                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
+                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -596,7 +596,7 @@ def lookahead_adamw_bfloat16_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2,
+                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -783,7 +783,7 @@ def lookahead_adamw_float16(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -792,7 +792,7 @@ def lookahead_adamw_float16(
             lookahead_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -805,7 +805,7 @@ def lookahead_adamw_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -927,16 +927,16 @@ def lookahead_adamw_float16_small(
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
+                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
+                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -946,7 +946,7 @@ def lookahead_adamw_float16_small(
                 live = few < count - start
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2,
+                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1106,7 +1106,7 @@ def lookahead_adamw_float32_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -1116,8 +1116,9 @@ def lookahead_adamw_float32_sync(
             lookahead_adamw_float32_sync_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1128,8 +1129,9 @@ def lookahead_adamw_float32_sync(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1382,8 +1384,9 @@ def lookahead_adamw_bfloat16_sync(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1391,8 +1394,8 @@ def lookahead_adamw_bfloat16_sync(
             lookahead_adamw_bfloat16_sync_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, alpha,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1404,8 +1407,9 @@ def lookahead_adamw_bfloat16_sync(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1509,7 +1513,7 @@ def lookahead_adamw_bfloat16_sync_small(
                 lookahead_adamw_bfloat16_sync_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha,
+                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1518,7 +1522,7 @@ def lookahead_adamw_bfloat16_sync_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2, alpha,
+                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1528,7 +1532,7 @@ def lookahead_adamw_bfloat16_sync_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2, alpha,
+                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1716,8 +1720,9 @@ def lookahead_adamw_float16_sync(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1725,8 +1730,8 @@ def lookahead_adamw_float16_sync(
             lookahead_adamw_float16_sync_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, alpha,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1738,8 +1743,9 @@ def lookahead_adamw_float16_sync(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1861,7 +1867,7 @@ def lookahead_adamw_float16_sync_small(
                 lookahead_adamw_float16_sync_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha,
+                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1870,7 +1876,7 @@ def lookahead_adamw_float16_sync_small(
         if start + TILE <= count:
             lookahead_adamw_float16_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2, alpha,
+                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1880,7 +1886,7 @@ def lookahead_adamw_float16_sync_small(
                 live = few < count - start
                 lookahead_adamw_float16_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1, beta2, alpha,
+                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2072,7 +2078,7 @@ def lookahead_adamw_float32_amsgrad(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -2083,7 +2089,7 @@ def lookahead_adamw_float32_amsgrad(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2096,7 +2102,7 @@ def lookahead_adamw_float32_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2390,7 +2396,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2400,7 +2406,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2413,7 +2419,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2524,7 +2530,7 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2533,8 +2539,8 @@ def lookahead_adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2543,8 +2549,8 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -2763,7 +2769,7 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2773,7 +2779,7 @@ def lookahead_adamw_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2786,7 +2792,7 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2915,7 +2921,7 @@ def lookahead_adamw_float16_amsgrad_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2924,8 +2930,8 @@ def lookahead_adamw_float16_amsgrad_small(
         if start + TILE <= count:
             lookahead_adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2934,8 +2940,8 @@ def lookahead_adamw_float16_amsgrad_small(
                 live = few < count - start
                 lookahead_adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -3127,7 +3133,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -3138,7 +3144,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3151,8 +3157,9 @@ def lookahead_adamw_float32_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3447,8 +3454,9 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3457,8 +3465,9 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3470,8 +3479,9 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3582,17 +3592,17 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_bfloat16_amsgrad_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3601,8 +3611,8 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_amsgrad_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1,
-                    beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
+                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -3822,8 +3832,9 @@ def lookahead_adamw_float16_amsgrad_sync(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3832,8 +3843,9 @@ def lookahead_adamw_float16_amsgrad_sync(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3845,8 +3857,9 @@ def lookahead_adamw_float16_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3975,17 +3988,17 @@ def lookahead_adamw_float16_amsgrad_sync_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    scalar_5, scalar_6, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_float16_amsgrad_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at & -8) | at & 7, beta1, beta2,
-                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3994,8 +4007,8 @@ def lookahead_adamw_float16_amsgrad_sync_small(
                 live = few < count - start
                 lookahead_adamw_float16_amsgrad_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few & -8) | few & 7, beta1,
-                    beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
+                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 

@@ -169,7 +169,7 @@ def madgrad_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                     grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -178,7 +178,8 @@ def madgrad_float32(
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -189,7 +190,8 @@ def madgrad_float32(
                     p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, True,
                 )
 
 
@@ -430,7 +432,7 @@ def madgrad_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -439,7 +441,7 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -451,7 +453,8 @@ def madgrad_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, True,
                 )
 
 
@@ -552,7 +555,7 @@ def madgrad_bfloat16_small(
                 madgrad_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -560,7 +563,8 @@ def madgrad_bfloat16_small(
         if start + TILE <= count:
             madgrad_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -568,7 +572,8 @@ def madgrad_bfloat16_small(
                 live = few < count - start
                 madgrad_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, True,
                 )
 
 
@@ -746,7 +751,7 @@ def madgrad_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -755,7 +760,7 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -767,7 +772,8 @@ def madgrad_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, True,
                 )
 
 
@@ -886,7 +892,7 @@ def madgrad_float16_small(
                 madgrad_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -894,7 +900,8 @@ def madgrad_float16_small(
         if start + TILE <= count:
             madgrad_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -902,7 +909,8 @@ def madgrad_float16_small(
                 live = few < count - start
                 madgrad_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1056,7 +1064,7 @@ def madgrad_float32_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                     grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1065,8 +1073,8 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1077,7 +1085,7 @@ def madgrad_float32_has_momentum(
                     p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, True,
                 )
 
@@ -1323,7 +1331,7 @@ def madgrad_bfloat16_has_momentum(
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     x0_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1332,7 +1340,7 @@ def madgrad_bfloat16_has_momentum(
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1344,7 +1352,7 @@ def madgrad_bfloat16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, True,
                 )
 
@@ -1446,7 +1454,7 @@ def madgrad_bfloat16_has_momentum_small(
                 madgrad_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1454,7 +1462,7 @@ def madgrad_bfloat16_has_momentum_small(
         if start + TILE <= count:
             madgrad_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                x0_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1463,8 +1471,8 @@ def madgrad_bfloat16_has_momentum_small(
                 live = few < count - start
                 madgrad_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, True,
+                    x0_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale,
+                    weight, one_minus_momentum, step_key, stream_key, True,
                 )
 
 
@@ -1645,7 +1653,7 @@ def madgrad_float16_has_momentum(
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     x0_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1654,7 +1662,7 @@ def madgrad_float16_has_momentum(
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1666,7 +1674,7 @@ def madgrad_float16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, True,
                 )
 
@@ -1786,7 +1794,7 @@ def madgrad_float16_has_momentum_small(
                 madgrad_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1794,7 +1802,7 @@ def madgrad_float16_has_momentum_small(
         if start + TILE <= count:
             madgrad_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, before + start + (at & -8) | at & 7, weight_decay, eps, grad_scale, weight,
+                x0_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1803,8 +1811,8 @@ def madgrad_float16_has_momentum_small(
                 live = few < count - start
                 madgrad_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, before + start + (few & -8) | few & 7, weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, True,
+                    x0_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale,
+                    weight, one_minus_momentum, step_key, stream_key, True,
                 )
 
 

@@ -67,8 +67,9 @@ def mars_float32_1(
     columns = tl.load(row + 16)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -86,7 +87,7 @@ def mars_float32_1(
                 g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -123,8 +124,8 @@ def mars_float32_1(
                     few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -345,8 +346,8 @@ def mars_float32_3(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_ptr + start + odd * TILE,
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    tensor_mul_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, False,
                 )
@@ -357,7 +358,7 @@ def mars_float32_3(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, last_grad_ptr + start,
                 last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -371,8 +372,8 @@ def mars_float32_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
-                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
+                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, True,
                 )
@@ -412,8 +413,9 @@ def mars_float32_small_1(
     tensor_sum_of_c_ptr = pointer(row + 8, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -443,8 +445,8 @@ def mars_float32_small_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -610,8 +612,9 @@ def mars_bfloat16_1(
     columns = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -629,7 +632,7 @@ def mars_bfloat16_1(
                 g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -666,8 +669,8 @@ def mars_bfloat16_1(
                     few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -879,9 +882,9 @@ def mars_bfloat16_3(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -890,7 +893,7 @@ def mars_bfloat16_3(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                 one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                 stream_key, False,
@@ -905,8 +908,8 @@ def mars_bfloat16_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
-                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
+                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, True,
                 )
@@ -946,8 +949,9 @@ def mars_bfloat16_small_1(
     tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -977,8 +981,8 @@ def mars_bfloat16_small_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1111,10 +1115,10 @@ def mars_bfloat16_small_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                    scalar_8, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1122,7 +1126,7 @@ def mars_bfloat16_small_3(
             mars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                 stream_key, False,
@@ -1134,7 +1138,7 @@ def mars_bfloat16_small_3(
                 mars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, True,
@@ -1184,8 +1188,9 @@ def mars_float16_1(
     columns = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1203,7 +1208,7 @@ def mars_float16_1(
                 g_ptr, last_grad_ptr, last_grad_scale_ptr, where, block, live, live_block, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1240,8 +1245,8 @@ def mars_float16_1(
                     few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1453,9 +1458,9 @@ def mars_float16_3(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1464,7 +1469,7 @@ def mars_float16_3(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                tensor_mul_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                 one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                 stream_key, False,
@@ -1479,8 +1484,8 @@ def mars_float16_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, beta2,
-                    grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
+                    tensor_mul_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
+                    beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key,
                     stream_key, True,
                 )
@@ -1520,8 +1525,9 @@ def mars_float16_small_1(
     tensor_sum_of_c_ptr = pointer(row + 9, tl.float32, ALIGNED)       # float32 [partial results]  written
     numel = tl.load(row + 13)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -1551,8 +1557,8 @@ def mars_float16_small_1(
                 g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1685,10 +1691,10 @@ def mars_float16_small_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                    one_minus_beta1, one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7,
+                    scalar_8, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1696,7 +1702,7 @@ def mars_float16_small_3(
             mars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, at, at,
-                before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                 stream_key, False,
@@ -1708,7 +1714,7 @@ def mars_float16_small_3(
                 mars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, tensor_mul_ptr, few, live,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, True,

@@ -154,7 +154,7 @@ def muon_float32_2(
                 muon_float32_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -162,7 +162,7 @@ def muon_float32_2(
         if start + TILE <= count:
             muon_float32_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -173,8 +173,8 @@ def muon_float32_2(
                 muon_float32_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
+                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -485,7 +485,7 @@ def muon_bfloat16_2(
                 muon_bfloat16_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -493,7 +493,7 @@ def muon_bfloat16_2(
         if start + TILE <= count:
             muon_bfloat16_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -504,8 +504,8 @@ def muon_bfloat16_2(
                 muon_bfloat16_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
+                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -587,7 +587,7 @@ def muon_bfloat16_4(
             for odd in tl.static_range(2):
                 muon_bfloat16_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -595,7 +595,7 @@ def muon_bfloat16_4(
         if start + TILE <= count:
             muon_bfloat16_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -603,7 +603,8 @@ def muon_bfloat16_4(
                 live = few < count - start
                 muon_bfloat16_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -753,7 +754,7 @@ def muon_bfloat16_small_4(
             for odd in tl.static_range(2):
                 muon_bfloat16_small_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -761,7 +762,7 @@ def muon_bfloat16_small_4(
         if start + TILE <= count:
             muon_bfloat16_small_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -769,7 +770,8 @@ def muon_bfloat16_small_4(
                 live = few < count - start
                 muon_bfloat16_small_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -876,7 +878,7 @@ def muon_float16_2(
                 muon_float16_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -884,7 +886,7 @@ def muon_float16_2(
         if start + TILE <= count:
             muon_float16_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -895,8 +897,8 @@ def muon_float16_2(
                 muon_float16_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
+                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -996,7 +998,7 @@ def muon_float16_4(
             for odd in tl.static_range(2):
                 muon_float16_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1004,7 +1006,7 @@ def muon_float16_4(
         if start + TILE <= count:
             muon_float16_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1012,7 +1014,8 @@ def muon_float16_4(
                 live = few < count - start
                 muon_float16_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1180,7 +1183,7 @@ def muon_float16_small_4(
             for odd in tl.static_range(2):
                 muon_float16_small_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1188,7 +1191,7 @@ def muon_float16_small_4(
         if start + TILE <= count:
             muon_float16_small_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1196,7 +1199,8 @@ def muon_float16_small_4(
                 live = few < count - start
                 muon_float16_small_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1345,7 +1349,7 @@ def muon_float32_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1355,7 +1359,7 @@ def muon_float32_no_matrix(
             muon_float32_no_matrix_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1368,7 +1372,7 @@ def muon_float32_no_matrix(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -1607,8 +1611,8 @@ def muon_bfloat16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0,
+                    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1617,7 +1621,7 @@ def muon_bfloat16_no_matrix(
             muon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1630,7 +1634,7 @@ def muon_bfloat16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -1729,7 +1733,7 @@ def muon_bfloat16_no_matrix_small(
                 muon_bfloat16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
                     scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
                 )
@@ -1738,7 +1742,7 @@ def muon_bfloat16_no_matrix_small(
         if start + TILE <= count:
             muon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -1748,8 +1752,8 @@ def muon_bfloat16_no_matrix_small(
                 live = few < count - start
                 muon_bfloat16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, adamw_betas_0,
+                    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -1926,8 +1930,8 @@ def muon_float16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0,
+                    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1936,7 +1940,7 @@ def muon_float16_no_matrix(
             muon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1949,7 +1953,7 @@ def muon_float16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -2066,7 +2070,7 @@ def muon_float16_no_matrix_small(
                 muon_float16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
                     scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
                 )
@@ -2075,7 +2079,7 @@ def muon_float16_no_matrix_small(
         if start + TILE <= count:
             muon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -2085,8 +2089,8 @@ def muon_float16_no_matrix_small(
                 live = few < count - start
                 muon_float16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, adamw_betas_0,
+                    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -2258,7 +2262,7 @@ def muon_float32_no_nesterov_2(
                 muon_float32_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2266,7 +2270,7 @@ def muon_float32_no_nesterov_2(
         if start + TILE <= count:
             muon_float32_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2277,8 +2281,8 @@ def muon_float32_no_nesterov_2(
                 muon_float32_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
+                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -2446,7 +2450,7 @@ def muon_bfloat16_no_nesterov_2(
                 muon_bfloat16_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2454,7 +2458,7 @@ def muon_bfloat16_no_nesterov_2(
         if start + TILE <= count:
             muon_bfloat16_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2465,8 +2469,8 @@ def muon_bfloat16_no_nesterov_2(
                 muon_bfloat16_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
+                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -2634,7 +2638,7 @@ def muon_float16_no_nesterov_2(
                 muon_float16_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2642,7 +2646,7 @@ def muon_float16_no_nesterov_2(
         if start + TILE <= count:
             muon_float16_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2653,8 +2657,8 @@ def muon_float16_no_nesterov_2(
                 muon_float16_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
+                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
 
 

@@ -122,7 +122,7 @@ def normuon_float32_1(
                 normuon_float32_1_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -130,7 +130,7 @@ def normuon_float32_1(
         if start + TILE <= count:
             normuon_float32_1_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -141,7 +141,7 @@ def normuon_float32_1(
                 normuon_float32_1_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
                     step_key, stream_key, True,
                 )
 
@@ -1170,7 +1170,7 @@ def normuon_bfloat16_1(
                 normuon_bfloat16_1_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1178,7 +1178,7 @@ def normuon_bfloat16_1(
         if start + TILE <= count:
             normuon_bfloat16_1_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1189,7 +1189,7 @@ def normuon_bfloat16_1(
                 normuon_bfloat16_1_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
                     step_key, stream_key, True,
                 )
 
@@ -1926,7 +1926,7 @@ def normuon_float16_1(
                 normuon_float16_1_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1934,7 +1934,7 @@ def normuon_float16_1(
         if start + TILE <= count:
             normuon_float16_1_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1,
+                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1945,7 +1945,7 @@ def normuon_float16_1(
                 normuon_float16_1_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1, one_minus_beta1_times_grad_scale,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
                     step_key, stream_key, True,
                 )
 
@@ -2513,7 +2513,7 @@ def normuon_float32_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -2523,7 +2523,7 @@ def normuon_float32_no_matrix(
             normuon_float32_no_matrix_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -2536,7 +2536,7 @@ def normuon_float32_no_matrix(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -2775,8 +2775,8 @@ def normuon_bfloat16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0,
+                    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2785,7 +2785,7 @@ def normuon_bfloat16_no_matrix(
             normuon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -2798,7 +2798,7 @@ def normuon_bfloat16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -2897,7 +2897,7 @@ def normuon_bfloat16_no_matrix_small(
                 normuon_bfloat16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
                     scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
                 )
@@ -2906,7 +2906,7 @@ def normuon_bfloat16_no_matrix_small(
         if start + TILE <= count:
             normuon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -2916,8 +2916,8 @@ def normuon_bfloat16_no_matrix_small(
                 live = few < count - start
                 normuon_bfloat16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, adamw_betas_0,
+                    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -3094,8 +3094,8 @@ def normuon_float16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0,
+                    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3104,7 +3104,7 @@ def normuon_float16_no_matrix(
             normuon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -3117,7 +3117,7 @@ def normuon_float16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
+                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -3234,7 +3234,7 @@ def normuon_float16_no_matrix_small(
                 normuon_float16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
                     scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
                 )
@@ -3243,7 +3243,7 @@ def normuon_float16_no_matrix_small(
         if start + TILE <= count:
             normuon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at & -8) | at & 7, adamw_betas_0, adamw_betas_1,
+                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
                 scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -3253,8 +3253,8 @@ def normuon_float16_no_matrix_small(
                 live = few < count - start
                 normuon_float16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few & -8) | few & 7, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, adamw_betas_0,
+                    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 

@@ -44,8 +44,9 @@ def novograd_float32_1(
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -65,8 +66,8 @@ def novograd_float32_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -223,7 +224,7 @@ def novograd_float32_3(
                 novograd_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay,
                     grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -231,8 +232,9 @@ def novograd_float32_3(
         if start + TILE <= count:
             novograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -242,8 +244,8 @@ def novograd_float32_3(
                 novograd_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale,
-                    minus_lr, step_key, stream_key, True,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, weight_decay,
+                    grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -260,8 +262,9 @@ def novograd_float32_small_1(
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 6, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 10)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -281,8 +284,8 @@ def novograd_float32_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -397,8 +400,9 @@ def novograd_bfloat16_1(
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -418,8 +422,8 @@ def novograd_bfloat16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -559,8 +563,8 @@ def novograd_bfloat16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -568,8 +572,8 @@ def novograd_bfloat16_3(
             novograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                False,
+                before + start + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -579,8 +583,8 @@ def novograd_bfloat16_3(
                 novograd_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale,
-                    minus_lr, step_key, stream_key, True,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, weight_decay,
+                    grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -597,8 +601,9 @@ def novograd_bfloat16_small_1(
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -618,8 +623,8 @@ def novograd_bfloat16_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -706,15 +711,15 @@ def novograd_bfloat16_small_3(
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
                 weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -723,7 +728,7 @@ def novograd_bfloat16_small_3(
                 live = few < count - start
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
                     weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -751,8 +756,9 @@ def novograd_float16_1(
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -772,8 +778,8 @@ def novograd_float16_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -910,8 +916,8 @@ def novograd_float16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -919,8 +925,8 @@ def novograd_float16_3(
             novograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                False,
+                before + start + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -930,8 +936,8 @@ def novograd_float16_3(
                 novograd_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1, weight_decay, grad_scale,
-                    minus_lr, step_key, stream_key, True,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, weight_decay,
+                    grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -948,8 +954,9 @@ def novograd_float16_small_1(
     tensor_sum_for_exp_avg_sq_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -969,8 +976,8 @@ def novograd_float16_small_1(
         if start < count:
             live = few < count - start
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1075,15 +1082,15 @@ def novograd_float16_small_3(
                 novograd_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
                 weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1092,7 +1099,7 @@ def novograd_float16_small_3(
                 live = few < count - start
                 novograd_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
                     weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1205,7 +1212,7 @@ def novograd_float32_grad_averaging_3(
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1214,9 +1221,9 @@ def novograd_float32_grad_averaging_3(
         if start + TILE <= count:
             novograd_float32_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1226,7 +1233,7 @@ def novograd_float32_grad_averaging_3(
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1419,7 +1426,7 @@ def novograd_bfloat16_grad_averaging_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1428,7 +1435,7 @@ def novograd_bfloat16_grad_averaging_3(
             novograd_bfloat16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1439,7 +1446,7 @@ def novograd_bfloat16_grad_averaging_3(
                 novograd_bfloat16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1532,7 +1539,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1540,7 +1547,7 @@ def novograd_bfloat16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_bfloat16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1550,7 +1557,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1691,7 +1698,7 @@ def novograd_float16_grad_averaging_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1700,7 +1707,7 @@ def novograd_float16_grad_averaging_3(
             novograd_float16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1711,7 +1718,7 @@ def novograd_float16_grad_averaging_3(
                 novograd_float16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, beta1,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1822,7 +1829,7 @@ def novograd_float16_grad_averaging_small_3(
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1830,7 +1837,7 @@ def novograd_float16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_float16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1840,7 +1847,7 @@ def novograd_float16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )

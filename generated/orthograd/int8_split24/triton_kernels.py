@@ -46,8 +46,11 @@ def orthograd_float32_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -78,12 +81,12 @@ def orthograd_float32_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -170,8 +173,9 @@ def orthograd_float32_3(
     radial_ptr = pointer(row + 5, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 17)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -198,8 +202,8 @@ def orthograd_float32_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -344,8 +348,11 @@ def orthograd_bfloat16_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -378,12 +385,12 @@ def orthograd_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -445,8 +452,9 @@ def orthograd_bfloat16_3(
     radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 18)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -475,8 +483,8 @@ def orthograd_bfloat16_3(
             tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -579,15 +587,16 @@ def orthograd_bfloat16_5(
             for odd in tl.static_range(2):
                 orthograd_bfloat16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    radial_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_bfloat16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                before + start + (at & -8) | at & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -595,7 +604,8 @@ def orthograd_bfloat16_5(
                 live = few < count - start
                 orthograd_bfloat16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    before + start + (few & -8) | few & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -639,8 +649,11 @@ def orthograd_float16_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -673,12 +686,12 @@ def orthograd_float16_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -723,8 +736,9 @@ def orthograd_float16_3(
     radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 18)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -753,8 +767,8 @@ def orthograd_float16_3(
             tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -856,15 +870,16 @@ def orthograd_float16_5(
             for odd in tl.static_range(2):
                 orthograd_float16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    radial_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_float16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                before + start + (at & -8) | at & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -872,7 +887,8 @@ def orthograd_float16_5(
                 live = few < count - start
                 orthograd_float16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    before + start + (few & -8) | few & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -894,8 +910,11 @@ def orthograd_float32_has_momentum_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -926,12 +945,12 @@ def orthograd_float32_has_momentum_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -973,8 +992,9 @@ def orthograd_float32_has_momentum_3(
     radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 19)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1001,8 +1021,8 @@ def orthograd_float32_has_momentum_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1135,7 +1155,7 @@ def orthograd_float32_has_momentum_5(
                 orthograd_float32_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1144,9 +1164,9 @@ def orthograd_float32_has_momentum_5(
         if start + TILE <= count:
             orthograd_float32_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, weight_decay,
-                grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                stream_key, False,
+                stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
+                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1156,7 +1176,7 @@ def orthograd_float32_has_momentum_5(
                 orthograd_float32_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1180,8 +1200,11 @@ def orthograd_float32_has_momentum_small_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1212,12 +1235,12 @@ def orthograd_float32_has_momentum_small_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
                 p_ptr + start, g_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1235,8 +1258,9 @@ def orthograd_float32_has_momentum_small_3(
     radial_ptr = pointer(row + 6, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 18)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1263,8 +1287,8 @@ def orthograd_float32_has_momentum_small_3(
             tensor_sum_term = orthograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1366,8 +1390,11 @@ def orthograd_bfloat16_has_momentum_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1400,12 +1427,12 @@ def orthograd_bfloat16_has_momentum_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1448,8 +1475,9 @@ def orthograd_bfloat16_has_momentum_3(
     radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 20)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1478,8 +1506,8 @@ def orthograd_bfloat16_has_momentum_3(
             tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1620,9 +1648,10 @@ def orthograd_bfloat16_has_momentum_5(
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1630,7 +1659,7 @@ def orthograd_bfloat16_has_momentum_5(
             orthograd_bfloat16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1641,7 +1670,7 @@ def orthograd_bfloat16_has_momentum_5(
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1666,8 +1695,11 @@ def orthograd_bfloat16_has_momentum_small_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1700,12 +1732,12 @@ def orthograd_bfloat16_has_momentum_small_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1724,8 +1756,9 @@ def orthograd_bfloat16_has_momentum_small_3(
     radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 19)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1754,8 +1787,8 @@ def orthograd_bfloat16_has_momentum_small_3(
             tensor_sum_term = orthograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1852,16 +1885,17 @@ def orthograd_bfloat16_has_momentum_small_5(
                 orthograd_bfloat16_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                    lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_bfloat16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at & -8) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                 stream_key, False,
@@ -1872,7 +1906,7 @@ def orthograd_bfloat16_has_momentum_small_5(
                 live = few < count - start
                 orthograd_bfloat16_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
@@ -1898,8 +1932,11 @@ def orthograd_float16_has_momentum_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1932,12 +1969,12 @@ def orthograd_float16_has_momentum_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1956,8 +1993,9 @@ def orthograd_float16_has_momentum_3(
     radial_ptr = pointer(row + 8, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 20)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1986,8 +2024,8 @@ def orthograd_float16_has_momentum_3(
             tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2127,9 +2165,10 @@ def orthograd_float16_has_momentum_5(
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2137,7 +2176,7 @@ def orthograd_float16_has_momentum_5(
             orthograd_float16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2148,7 +2187,7 @@ def orthograd_float16_has_momentum_5(
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -2173,8 +2212,11 @@ def orthograd_float16_has_momentum_small_1(
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_3_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_3_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2207,12 +2249,12 @@ def orthograd_float16_has_momentum_small_1(
             tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-            tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+    tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2231,8 +2273,9 @@ def orthograd_float16_has_momentum_small_3(
     radial_ptr = pointer(row + 7, tl.float32, ALIGNED)                # float32 [1]  read
     numel = tl.load(row + 19)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2261,8 +2304,8 @@ def orthograd_float16_has_momentum_small_3(
             tensor_sum_term = orthograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2377,16 +2420,17 @@ def orthograd_float16_has_momentum_small_5(
                 orthograd_float16_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                    lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_float16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at & -8) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                 stream_key, False,
@@ -2397,7 +2441,7 @@ def orthograd_float16_has_momentum_small_5(
                 live = few < count - start
                 orthograd_float16_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
@@ -2517,7 +2561,7 @@ def orthograd_float32_nesterov_has_momentum_5(
                 orthograd_float32_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay, grad_scale,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -2526,7 +2570,7 @@ def orthograd_float32_nesterov_has_momentum_5(
         if start + TILE <= count:
             orthograd_float32_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                 step_key, stream_key, False,
             )
@@ -2538,9 +2582,9 @@ def orthograd_float32_nesterov_has_momentum_5(
                 orthograd_float32_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay,
+                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2746,9 +2790,10 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    minus_lr, step_key, stream_key, False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2756,8 +2801,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
             orthograd_bfloat16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2767,9 +2813,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay,
+                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2868,16 +2914,16 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                 orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                    step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at & -8) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
             )
@@ -2887,7 +2933,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                 live = few < count - start
                 orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )
@@ -3032,9 +3078,10 @@ def orthograd_float16_nesterov_has_momentum_5(
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
-                    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    minus_lr, step_key, stream_key, False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3042,8 +3089,9 @@ def orthograd_float16_nesterov_has_momentum_5(
             orthograd_float16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3053,9 +3101,9 @@ def orthograd_float16_nesterov_has_momentum_5(
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay,
+                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -3172,16 +3220,16 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                 orthograd_float16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                    step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_float16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at & -8) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
             )
@@ -3191,7 +3239,7 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                 live = few < count - start
                 orthograd_float16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few & -8) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )

@@ -230,8 +230,10 @@ def prodigy_float32_2(
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -252,8 +254,8 @@ def prodigy_float32_2(
                 p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -280,8 +282,8 @@ def prodigy_float32_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
+                    step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -292,7 +294,7 @@ def prodigy_float32_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
@@ -308,13 +310,13 @@ def prodigy_float32_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                    stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -639,8 +641,10 @@ def prodigy_float32_small_2(
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -674,10 +678,10 @@ def prodigy_float32_small_2(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
                 grad_scale, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -913,8 +917,10 @@ def prodigy_bfloat16_2(
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -934,8 +940,8 @@ def prodigy_bfloat16_2(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -957,7 +963,7 @@ def prodigy_bfloat16_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -967,7 +973,7 @@ def prodigy_bfloat16_2(
             d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -979,13 +985,13 @@ def prodigy_bfloat16_2(
                 d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1204,8 +1210,8 @@ def prodigy_bfloat16_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1214,7 +1220,7 @@ def prodigy_bfloat16_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1227,7 +1233,7 @@ def prodigy_bfloat16_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
                     stream_key, True,
                 )
 
@@ -1304,8 +1310,10 @@ def prodigy_bfloat16_small_2(
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1341,10 +1349,10 @@ def prodigy_bfloat16_small_2(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_rate_ptr, few, live, grad_scale, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1493,8 +1501,8 @@ def prodigy_bfloat16_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    grad_scale, scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1502,7 +1510,7 @@ def prodigy_bfloat16_small_5(
             prodigy_bfloat16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0,
+                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1512,8 +1520,8 @@ def prodigy_bfloat16_small_5(
                 prodigy_bfloat16_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0,
-                    step_key, stream_key, True,
+                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
+                    scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -1598,8 +1606,10 @@ def prodigy_float16_2(
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1619,8 +1629,8 @@ def prodigy_float16_2(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1642,7 +1652,7 @@ def prodigy_float16_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -1652,7 +1662,7 @@ def prodigy_float16_2(
             d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -1664,13 +1674,13 @@ def prodigy_float16_2(
                 d_over_d0_times_rate_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1864,8 +1874,8 @@ def prodigy_float16_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1874,7 +1884,7 @@ def prodigy_float16_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1887,7 +1897,7 @@ def prodigy_float16_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
                     stream_key, True,
                 )
 
@@ -1944,8 +1954,10 @@ def prodigy_float16_small_2(
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -1981,10 +1993,10 @@ def prodigy_float16_small_2(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_rate_ptr, few, live, grad_scale, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2108,8 +2120,8 @@ def prodigy_float16_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    grad_scale, scalar_0, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2117,7 +2129,7 @@ def prodigy_float16_small_5(
             prodigy_float16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0,
+                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2127,8 +2139,8 @@ def prodigy_float16_small_5(
                 prodigy_float16_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0,
-                    step_key, stream_key, True,
+                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
+                    scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -2328,8 +2340,10 @@ def prodigy_float32_safeguard_warmup_2(
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2350,8 +2364,8 @@ def prodigy_float32_safeguard_warmup_2(
                 p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2378,8 +2392,8 @@ def prodigy_float32_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
+                    step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -2390,7 +2404,7 @@ def prodigy_float32_safeguard_warmup_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
@@ -2406,13 +2420,13 @@ def prodigy_float32_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                    stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2514,8 +2528,10 @@ def prodigy_float32_safeguard_warmup_small_2(
     numel = tl.load(row + 26)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2549,10 +2565,10 @@ def prodigy_float32_safeguard_warmup_small_2(
                 p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_ptr, few, live,
                 grad_scale, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2656,8 +2672,10 @@ def prodigy_bfloat16_safeguard_warmup_2(
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2677,8 +2695,8 @@ def prodigy_bfloat16_safeguard_warmup_2(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2700,7 +2718,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -2709,8 +2727,8 @@ def prodigy_bfloat16_safeguard_warmup_2(
         if start + TILE <= count:
             d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                grad_scale, beta3, step_key, stream_key, False,
+                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -2722,13 +2740,13 @@ def prodigy_bfloat16_safeguard_warmup_2(
                 d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2803,8 +2821,10 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -2840,10 +2860,10 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_d_ptr, few, live, grad_scale, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -2927,8 +2947,10 @@ def prodigy_float16_safeguard_warmup_2(
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -2948,8 +2970,8 @@ def prodigy_float16_safeguard_warmup_2(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -2971,7 +2993,7 @@ def prodigy_float16_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -2980,8 +3002,8 @@ def prodigy_float16_safeguard_warmup_2(
         if start + TILE <= count:
             d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                grad_scale, beta3, step_key, stream_key, False,
+                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -2993,13 +3015,13 @@ def prodigy_float16_safeguard_warmup_2(
                 d_over_d0_times_d_abs_term, tensor_sum_term, tensor_sum_term_by = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
-                    few_blocks, live, live_block, before + start + (few & -8) | few & 7, grad_scale, beta3, step_key,
+                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3054,8 +3076,10 @@ def prodigy_float16_safeguard_warmup_small_2(
     numel = tl.load(row + 27)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
+    tensor_sum_2_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     p_ptr += origin
@@ -3091,10 +3115,10 @@ def prodigy_float16_safeguard_warmup_small_2(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
                 d_over_d0_times_d_ptr, few, live, grad_scale, beta3, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3297,8 +3321,10 @@ def prodigy_float32_use_bias_correction_2(
     d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -3319,8 +3345,8 @@ def prodigy_float32_use_bias_correction_2(
                 p0_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -3347,8 +3373,8 @@ def prodigy_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
+                    step_key, stream_key, False,
                 )
                 d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -3359,8 +3385,8 @@ def prodigy_float32_use_bias_correction_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                stream_key, False,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
+                step_key, stream_key, False,
             )
             d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -3375,13 +3401,13 @@ def prodigy_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                    stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -3847,8 +3873,8 @@ def prodigy_bfloat16_use_bias_correction_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3857,7 +3883,7 @@ def prodigy_bfloat16_use_bias_correction_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3870,7 +3896,7 @@ def prodigy_bfloat16_use_bias_correction_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
                     stream_key, True,
                 )
 
@@ -4029,8 +4055,8 @@ def prodigy_bfloat16_use_bias_correction_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    grad_scale, scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4038,8 +4064,8 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             prodigy_bfloat16_use_bias_correction_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, False,
+                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4048,7 +4074,7 @@ def prodigy_bfloat16_use_bias_correction_small_5(
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
                     scalar_0_2, step_key, stream_key, True,
                 )
 
@@ -4244,8 +4270,8 @@ def prodigy_float16_use_bias_correction_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1,
-                    beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4254,7 +4280,7 @@ def prodigy_float16_use_bias_correction_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2,
+                d_2_times_eps_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
                 grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4267,7 +4293,7 @@ def prodigy_float16_use_bias_correction_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
                     stream_key, True,
                 )
 
@@ -4393,8 +4419,8 @@ def prodigy_float16_use_bias_correction_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, False,
+                    d_2_times_eps_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    grad_scale, scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4402,8 +4428,8 @@ def prodigy_float16_use_bias_correction_small_5(
             prodigy_float16_use_bias_correction_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                d_2_times_eps_ptr, at, at, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, False,
+                d_2_times_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4412,7 +4438,7 @@ def prodigy_float16_use_bias_correction_small_5(
                 prodigy_float16_use_bias_correction_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, before + start + (few & -8) | few & 7, beta1, beta2, grad_scale,
+                    d_2_times_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
                     scalar_0_2, step_key, stream_key, True,
                 )
 
@@ -4617,8 +4643,10 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
+    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -4639,8 +4667,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                 p0_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, where, block, live,
                 live_block, number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -4667,8 +4695,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
+                    step_key, stream_key, False,
                 )
                 d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -4679,8 +4707,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, d_times_d_ptr, at, at_block, at,
-                at_block, before + start + (at & -8) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                stream_key, False,
+                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
+                step_key, stream_key, False,
             )
             d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -4695,13 +4723,13 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr,
                     one_minus_beta1_times_d_ptr, d_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key,
-                    True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                    stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1))
-    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit

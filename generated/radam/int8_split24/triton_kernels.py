@@ -173,7 +173,7 @@ def radam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -183,7 +183,7 @@ def radam_float32(
             radam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -195,8 +195,9 @@ def radam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, True,
                 )
 
 
@@ -442,7 +443,7 @@ def radam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                     weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -452,9 +453,9 @@ def radam_bfloat16(
             radam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -465,8 +466,9 @@ def radam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, True,
                 )
 
 
@@ -565,7 +567,7 @@ def radam_bfloat16_small(
                 radam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, step_key, stream_key, False,
                 )
@@ -574,9 +576,9 @@ def radam_bfloat16_small(
         if start + TILE <= count:
             radam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-                stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -584,7 +586,7 @@ def radam_bfloat16_small(
                 live = few < count - start
                 radam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, step_key, stream_key, True,
                 )
@@ -768,7 +770,7 @@ def radam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                     weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -778,9 +780,9 @@ def radam_float16(
             radam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -791,8 +793,9 @@ def radam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, True,
                 )
 
 
@@ -909,7 +912,7 @@ def radam_float16_small(
                 radam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, step_key, stream_key, False,
                 )
@@ -918,9 +921,9 @@ def radam_float16_small(
         if start + TILE <= count:
             radam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-                stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -928,7 +931,7 @@ def radam_float16_small(
                 live = few < count - start
                 radam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, step_key, stream_key, True,
                 )
@@ -1085,9 +1088,9 @@ def radam_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1095,7 +1098,7 @@ def radam_float32_decoupled_weight_decay(
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -1108,7 +1111,7 @@ def radam_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1359,7 +1362,7 @@ def radam_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -1369,7 +1372,7 @@ def radam_bfloat16_decoupled_weight_decay(
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -1382,7 +1385,7 @@ def radam_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1485,8 +1488,8 @@ def radam_bfloat16_decoupled_weight_decay_small(
                 radam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1494,7 +1497,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
         if start + TILE <= count:
             radam_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
             )
@@ -1504,7 +1507,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 radam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
                 )
@@ -1690,7 +1693,7 @@ def radam_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -1700,7 +1703,7 @@ def radam_float16_decoupled_weight_decay(
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, beta1, beta2, eps,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -1713,7 +1716,7 @@ def radam_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1834,8 +1837,8 @@ def radam_float16_decoupled_weight_decay_small(
                 radam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1843,7 +1846,7 @@ def radam_float16_decoupled_weight_decay_small(
         if start + TILE <= count:
             radam_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
             )
@@ -1853,7 +1856,7 @@ def radam_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 radam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
                 )

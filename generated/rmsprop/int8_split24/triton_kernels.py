@@ -137,16 +137,16 @@ def rmsprop_float32(
                 rmsprop_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                at, at_block, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -156,8 +156,8 @@ def rmsprop_float32(
                 rmsprop_float32_tile(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -355,7 +355,7 @@ def rmsprop_bfloat16(
                 rmsprop_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
                     grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -363,8 +363,9 @@ def rmsprop_bfloat16(
         if start + TILE <= count:
             rmsprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -374,8 +375,8 @@ def rmsprop_bfloat16(
                 rmsprop_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -462,16 +463,16 @@ def rmsprop_bfloat16_small(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, alpha,
-                    eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -479,8 +480,8 @@ def rmsprop_bfloat16_small(
                 live = few < count - start
                 rmsprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -628,7 +629,7 @@ def rmsprop_float16(
                 rmsprop_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
                     grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -636,8 +637,9 @@ def rmsprop_float16(
         if start + TILE <= count:
             rmsprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -647,8 +649,8 @@ def rmsprop_float16(
                 rmsprop_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -753,16 +755,16 @@ def rmsprop_float16_small(
             for odd in tl.static_range(2):
                 rmsprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, alpha,
-                    eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -770,8 +772,8 @@ def rmsprop_float16_small(
                 live = few < count - start
                 rmsprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -918,7 +920,7 @@ def rmsprop_float32_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -927,8 +929,8 @@ def rmsprop_float32_has_momentum(
             rmsprop_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -939,8 +941,8 @@ def rmsprop_float32_has_momentum(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1170,8 +1172,8 @@ def rmsprop_bfloat16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1180,8 +1182,8 @@ def rmsprop_bfloat16_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1192,8 +1194,8 @@ def rmsprop_bfloat16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1288,7 +1290,7 @@ def rmsprop_bfloat16_has_momentum_small(
                 rmsprop_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1296,7 +1298,7 @@ def rmsprop_bfloat16_has_momentum_small(
         if start + TILE <= count:
             rmsprop_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at & -8) | at & 7, alpha, eps, weight_decay,
+                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
                 momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1305,8 +1307,8 @@ def rmsprop_bfloat16_has_momentum_small(
                 live = few < count - start
                 rmsprop_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few & -8) | few & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1479,8 +1481,8 @@ def rmsprop_float16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1489,8 +1491,8 @@ def rmsprop_float16_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1501,8 +1503,8 @@ def rmsprop_float16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1615,7 +1617,7 @@ def rmsprop_float16_has_momentum_small(
                 rmsprop_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1623,7 +1625,7 @@ def rmsprop_float16_has_momentum_small(
         if start + TILE <= count:
             rmsprop_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at & -8) | at & 7, alpha, eps, weight_decay,
+                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
                 momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1632,8 +1634,8 @@ def rmsprop_float16_has_momentum_small(
                 live = few < count - start
                 rmsprop_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few & -8) | few & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1786,8 +1788,8 @@ def rmsprop_float32_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1795,8 +1797,8 @@ def rmsprop_float32_centered(
             rmsprop_float32_centered_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1807,8 +1809,8 @@ def rmsprop_float32_centered(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -2045,8 +2047,8 @@ def rmsprop_bfloat16_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
+                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2054,7 +2056,7 @@ def rmsprop_bfloat16_centered(
             rmsprop_bfloat16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
                 one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2066,8 +2068,8 @@ def rmsprop_bfloat16_centered(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -2162,16 +2164,16 @@ def rmsprop_bfloat16_centered_small(
                 rmsprop_bfloat16_centered_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_centered_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2179,8 +2181,8 @@ def rmsprop_bfloat16_centered_small(
                 live = few < count - start
                 rmsprop_bfloat16_centered_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    live, before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -2359,8 +2361,8 @@ def rmsprop_float16_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
+                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2368,7 +2370,7 @@ def rmsprop_float16_centered(
             rmsprop_float16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
                 one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2380,8 +2382,8 @@ def rmsprop_float16_centered(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -2494,16 +2496,16 @@ def rmsprop_float16_centered_small(
                 rmsprop_float16_centered_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_centered_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, before + start + (at & -8) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2511,8 +2513,8 @@ def rmsprop_float16_centered_small(
                 live = few < count - start
                 rmsprop_float16_centered_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, before + start + (few & -8) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    live, before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -2699,7 +2701,7 @@ def rmsprop_float32_centered_has_momentum(
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2709,8 +2711,8 @@ def rmsprop_float32_centered_has_momentum(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2722,8 +2724,8 @@ def rmsprop_float32_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3000,8 +3002,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3010,8 +3012,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3023,8 +3025,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3126,7 +3128,7 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                 rmsprop_bfloat16_centered_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3134,7 +3136,7 @@ def rmsprop_bfloat16_centered_has_momentum_small(
         if start + TILE <= count:
             rmsprop_bfloat16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at & -8) | at & 7, alpha, eps, weight_decay,
+                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
                 momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3143,8 +3145,8 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                 live = few < count - start
                 rmsprop_bfloat16_centered_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few & -8) | few & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3357,8 +3359,8 @@ def rmsprop_float16_centered_has_momentum(
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3367,8 +3369,8 @@ def rmsprop_float16_centered_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3380,8 +3382,8 @@ def rmsprop_float16_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3501,7 +3503,7 @@ def rmsprop_float16_centered_has_momentum_small(
                 rmsprop_float16_centered_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3509,7 +3511,7 @@ def rmsprop_float16_centered_has_momentum_small(
         if start + TILE <= count:
             rmsprop_float16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at & -8) | at & 7, alpha, eps, weight_decay,
+                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
                 momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3518,8 +3520,8 @@ def rmsprop_float16_centered_has_momentum_small(
                 live = few < count - start
                 rmsprop_float16_centered_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few & -8) | few & 7, alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 

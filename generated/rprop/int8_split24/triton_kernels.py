@@ -166,7 +166,7 @@ def rprop_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
                     prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_ptr + start + odd * TILE,
                     step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
                     grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -174,9 +174,9 @@ def rprop_float32(
         if start + TILE <= count:
             rprop_float32_tile(
                 p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS, step_size_ptr + start,
-                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key,
-                stream_key, False,
+                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -186,8 +186,8 @@ def rprop_float32(
                 rprop_float32_tile(
                     p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     step_size_ptr + start, step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few & -8) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    live_block, before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min,
+                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -422,7 +422,7 @@ def rprop_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, etaminus, etaplus,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus,
                     step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -431,7 +431,7 @@ def rprop_bfloat16(
             rprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -443,8 +443,8 @@ def rprop_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
                     prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
                     step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -542,7 +542,7 @@ def rprop_bfloat16_small(
                 rprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
                     grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -550,7 +550,7 @@ def rprop_bfloat16_small(
         if start + TILE <= count:
             rprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -559,8 +559,8 @@ def rprop_bfloat16_small(
                 live = few < count - start
                 rprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -735,7 +735,7 @@ def rprop_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, etaminus, etaplus,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus,
                     step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -744,7 +744,7 @@ def rprop_float16(
             rprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -756,8 +756,8 @@ def rprop_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
                     prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
                     step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -873,7 +873,7 @@ def rprop_float16_small(
                 rprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
                     grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -881,7 +881,7 @@ def rprop_float16_small(
         if start + TILE <= count:
             rprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -890,8 +890,8 @@ def rprop_float16_small(
                 live = few < count - start
                 rprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
+                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 

@@ -148,18 +148,19 @@ def schedule_free_adamw_float32(
                 schedule_free_adamw_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
-                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                    step_key, stream_key, False,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay,
+                    scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
+                    scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             schedule_free_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -169,7 +170,7 @@ def schedule_free_adamw_float32(
                 schedule_free_adamw_float32_tile(
                     p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta2, weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -391,7 +392,7 @@ def schedule_free_adamw_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -400,9 +401,10 @@ def schedule_free_adamw_bfloat16(
         if start + TILE <= count:
             schedule_free_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -412,7 +414,7 @@ def schedule_free_adamw_bfloat16(
                 schedule_free_adamw_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta2, weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -512,7 +514,7 @@ def schedule_free_adamw_bfloat16_small(
                 schedule_free_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -521,7 +523,7 @@ def schedule_free_adamw_bfloat16_small(
         if start + TILE <= count:
             schedule_free_adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
+                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 step_key, stream_key, False,
             )
@@ -531,7 +533,7 @@ def schedule_free_adamw_bfloat16_small(
                 live = few < count - start
                 schedule_free_adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, beta2, weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -691,7 +693,7 @@ def schedule_free_adamw_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -700,9 +702,10 @@ def schedule_free_adamw_float16(
         if start + TILE <= count:
             schedule_free_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -712,7 +715,7 @@ def schedule_free_adamw_float16(
                 schedule_free_adamw_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, beta2, weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -830,7 +833,7 @@ def schedule_free_adamw_float16_small(
                 schedule_free_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -839,7 +842,7 @@ def schedule_free_adamw_float16_small(
         if start + TILE <= count:
             schedule_free_adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, beta2, weight_decay, scalar_0,
+                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 step_key, stream_key, False,
             )
@@ -849,7 +852,7 @@ def schedule_free_adamw_float16_small(
                 live = few < count - start
                 schedule_free_adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, beta2, weight_decay, scalar_0,
+                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )

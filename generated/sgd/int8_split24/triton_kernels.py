@@ -145,14 +145,14 @@ def sgd_bfloat16(
             for odd in tl.static_range(2):
                 sgd_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, lr_times_grad_scale, lr_times_weight_decay, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, lr_times_grad_scale, lr_times_weight_decay,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at & -8) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
                 lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -160,8 +160,9 @@ def sgd_bfloat16(
             if start < count:
                 live = few < count - start
                 sgd_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + (few & -8) | few & 7,
-                    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
+                    before + start + (few - (few & 7)) | few & 7, lr_times_grad_scale, lr_times_weight_decay, step_key,
+                    stream_key, True,
                 )
 
 
@@ -258,14 +259,14 @@ def sgd_float16(
             for odd in tl.static_range(2):
                 sgd_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, lr_times_grad_scale, lr_times_weight_decay, step_key,
-                    stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, lr_times_grad_scale, lr_times_weight_decay,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at & -8) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
                 lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -273,8 +274,9 @@ def sgd_float16(
             if start < count:
                 live = few < count - start
                 sgd_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + (few & -8) | few & 7,
-                    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
+                    before + start + (few - (few & 7)) | few & 7, lr_times_grad_scale, lr_times_weight_decay, step_key,
+                    stream_key, True,
                 )
 
 
@@ -379,7 +381,7 @@ def sgd_float32_has_momentum(
                 sgd_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -387,8 +389,8 @@ def sgd_float32_has_momentum(
         if start + TILE <= count:
             sgd_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
-                scalar_2, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero,
+                scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -398,7 +400,7 @@ def sgd_float32_has_momentum(
                 sgd_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -579,7 +581,7 @@ def sgd_bfloat16_has_momentum(
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -588,7 +590,7 @@ def sgd_bfloat16_has_momentum(
             sgd_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -599,7 +601,7 @@ def sgd_bfloat16_has_momentum(
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -684,7 +686,7 @@ def sgd_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -692,7 +694,7 @@ def sgd_bfloat16_has_momentum_small(
         if start + TILE <= count:
             sgd_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+                before + start + (at - (at & 7)) | at & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -701,7 +703,7 @@ def sgd_bfloat16_has_momentum_small(
                 live = few < count - start
                 sgd_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+                    before + start + (few - (few & 7)) | few & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -835,7 +837,7 @@ def sgd_float16_has_momentum(
                 sgd_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -844,7 +846,7 @@ def sgd_float16_has_momentum(
             sgd_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -855,7 +857,7 @@ def sgd_float16_has_momentum(
                 sgd_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -958,7 +960,7 @@ def sgd_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -966,7 +968,7 @@ def sgd_float16_has_momentum_small(
         if start + TILE <= count:
             sgd_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+                before + start + (at - (at & 7)) | at & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -975,7 +977,7 @@ def sgd_float16_has_momentum_small(
                 live = few < count - start
                 sgd_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
+                    before + start + (few - (few & 7)) | few & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -1088,7 +1090,7 @@ def sgd_float32_nesterov_has_momentum(
                 sgd_float32_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay, grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1097,7 +1099,7 @@ def sgd_float32_nesterov_has_momentum(
         if start + TILE <= count:
             sgd_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1109,8 +1111,9 @@ def sgd_float32_nesterov_has_momentum(
                 sgd_float32_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1305,9 +1308,9 @@ def sgd_bfloat16_nesterov_has_momentum(
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1315,8 +1318,9 @@ def sgd_bfloat16_nesterov_has_momentum(
             sgd_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1326,8 +1330,9 @@ def sgd_bfloat16_nesterov_has_momentum(
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1420,7 +1425,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
@@ -1429,7 +1434,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgd_bfloat16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1439,7 +1444,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgd_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, True,
                 )
@@ -1579,9 +1584,9 @@ def sgd_float16_nesterov_has_momentum(
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, False,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1589,8 +1594,9 @@ def sgd_float16_nesterov_has_momentum(
             sgd_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1600,8 +1606,9 @@ def sgd_float16_nesterov_has_momentum(
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1712,7 +1719,7 @@ def sgd_float16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
@@ -1721,7 +1728,7 @@ def sgd_float16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgd_float16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1731,7 +1738,7 @@ def sgd_float16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgd_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, True,
                 )

@@ -3103,7 +3103,7 @@ def sgdp_float32_no_projected(
                 sgdp_float32_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
                     scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3111,7 +3111,7 @@ def sgdp_float32_no_projected(
         if start + TILE <= count:
             sgdp_float32_no_projected_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3122,7 +3122,7 @@ def sgdp_float32_no_projected(
                 sgdp_float32_no_projected_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -3309,7 +3309,7 @@ def sgdp_bfloat16_no_projected(
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3318,8 +3318,8 @@ def sgdp_bfloat16_no_projected(
             sgdp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
-                step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3329,7 +3329,7 @@ def sgdp_bfloat16_no_projected(
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -3419,7 +3419,7 @@ def sgdp_bfloat16_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
                 )
@@ -3428,8 +3428,8 @@ def sgdp_bfloat16_no_projected_small(
         if start + TILE <= count:
             sgdp_bfloat16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3437,8 +3437,8 @@ def sgdp_bfloat16_no_projected_small(
                 live = few < count - start
                 sgdp_bfloat16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
+                    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -3572,7 +3572,7 @@ def sgdp_float16_no_projected(
                 sgdp_float16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3581,8 +3581,8 @@ def sgdp_float16_no_projected(
             sgdp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
-                step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3592,7 +3592,7 @@ def sgdp_float16_no_projected(
                 sgdp_float16_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -3700,7 +3700,7 @@ def sgdp_float16_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_float16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
                 )
@@ -3709,8 +3709,8 @@ def sgdp_float16_no_projected_small(
         if start + TILE <= count:
             sgdp_float16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3718,8 +3718,8 @@ def sgdp_float16_no_projected_small(
                 live = few < count - start
                 sgdp_float16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
+                    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -6569,7 +6569,7 @@ def sgdp_float32_nesterov_no_projected(
                 sgdp_float32_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -6577,7 +6577,7 @@ def sgdp_float32_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_float32_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                 stream_key, False,
             )
@@ -6589,7 +6589,7 @@ def sgdp_float32_nesterov_no_projected(
                 sgdp_float32_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
@@ -6778,7 +6778,7 @@ def sgdp_bfloat16_nesterov_no_projected(
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
@@ -6788,8 +6788,8 @@ def sgdp_bfloat16_nesterov_no_projected(
             sgdp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
-                lr_times_momentum, scalar_3, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -6799,7 +6799,7 @@ def sgdp_bfloat16_nesterov_no_projected(
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
@@ -6891,7 +6891,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
                     minus_lr, step_key, stream_key, False,
                 )
@@ -6900,7 +6900,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
         if start + TILE <= count:
             sgdp_bfloat16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                 momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -6909,7 +6909,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
                 live = few < count - start
                 sgdp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                     momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
                 )
 
@@ -7046,7 +7046,7 @@ def sgdp_float16_nesterov_no_projected(
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
@@ -7056,8 +7056,8 @@ def sgdp_float16_nesterov_no_projected(
             sgdp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
-                lr_times_momentum, scalar_3, step_key, stream_key, False,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -7067,7 +7067,7 @@ def sgdp_float16_nesterov_no_projected(
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_dampening_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
@@ -7177,7 +7177,7 @@ def sgdp_float16_nesterov_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
                     minus_lr, step_key, stream_key, False,
                 )
@@ -7186,7 +7186,7 @@ def sgdp_float16_nesterov_no_projected_small(
         if start + TILE <= count:
             sgdp_float16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                 momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -7195,7 +7195,7 @@ def sgdp_float16_nesterov_no_projected_small(
                 live = few < count - start
                 sgdp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                     momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
                 )
 

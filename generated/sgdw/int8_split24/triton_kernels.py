@@ -151,14 +151,14 @@ def sgdw_bfloat16(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at & -8) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
                 one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -166,8 +166,9 @@ def sgdw_bfloat16(
             if start < count:
                 live = few < count - start
                 sgdw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + (few & -8) | few & 7,
-                    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
+                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -264,14 +265,14 @@ def sgdw_float16(
             for odd in tl.static_range(2):
                 sgdw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, one_minus_lr_times_weight_decay,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at & -8) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
                 one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -279,8 +280,9 @@ def sgdw_float16(
             if start < count:
                 live = few < count - start
                 sgdw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + (few & -8) | few & 7,
-                    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
+                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -389,7 +391,7 @@ def sgdw_float32_has_momentum(
                 sgdw_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -397,8 +399,8 @@ def sgdw_float32_has_momentum(
         if start + TILE <= count:
             sgdw_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero,
+                scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -408,7 +410,7 @@ def sgdw_float32_has_momentum(
                 sgdw_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -594,7 +596,7 @@ def sgdw_bfloat16_has_momentum(
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -604,7 +606,7 @@ def sgdw_bfloat16_has_momentum(
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -615,7 +617,7 @@ def sgdw_bfloat16_has_momentum(
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -705,7 +707,7 @@ def sgdw_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -714,7 +716,7 @@ def sgdw_bfloat16_has_momentum_small(
         if start + TILE <= count:
             sgdw_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -724,7 +726,7 @@ def sgdw_bfloat16_has_momentum_small(
                 live = few < count - start
                 sgdw_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                     True,
                 )
@@ -861,7 +863,7 @@ def sgdw_float16_has_momentum(
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -871,7 +873,7 @@ def sgdw_float16_has_momentum(
             sgdw_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -882,7 +884,7 @@ def sgdw_float16_has_momentum(
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -990,7 +992,7 @@ def sgdw_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -999,7 +1001,7 @@ def sgdw_float16_has_momentum_small(
         if start + TILE <= count:
             sgdw_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -1009,7 +1011,7 @@ def sgdw_float16_has_momentum_small(
                 live = few < count - start
                 sgdw_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                     True,
                 )
@@ -1120,7 +1122,7 @@ def sgdw_float32_nesterov_has_momentum(
                 sgdw_float32_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1128,8 +1130,9 @@ def sgdw_float32_nesterov_has_momentum(
         if start + TILE <= count:
             sgdw_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
-                lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero,
+                scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1139,8 +1142,8 @@ def sgdw_float32_nesterov_has_momentum(
                 sgdw_float32_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1332,7 +1335,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1342,7 +1345,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                 lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1353,8 +1356,8 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1446,7 +1449,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1455,7 +1458,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgdw_bfloat16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1465,7 +1468,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgdw_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, True,
                 )
@@ -1603,7 +1606,7 @@ def sgdw_float16_nesterov_has_momentum(
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1613,7 +1616,7 @@ def sgdw_float16_nesterov_has_momentum(
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                 lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1624,8 +1627,8 @@ def sgdw_float16_nesterov_has_momentum(
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1735,7 +1738,7 @@ def sgdw_float16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1744,7 +1747,7 @@ def sgdw_float16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgdw_float16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                before + start + (at - (at & 7)) | at & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1754,7 +1757,7 @@ def sgdw_float16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgdw_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                    before + start + (few - (few & 7)) | few & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, True,
                 )

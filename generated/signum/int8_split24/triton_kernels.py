@@ -152,14 +152,14 @@ def signum_bfloat16(
             for odd in tl.static_range(2):
                 signum_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-                    step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at & -8) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
                 grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -167,8 +167,9 @@ def signum_bfloat16(
             if start < count:
                 live = few < count - start
                 signum_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + (few & -8) | few & 7,
-                    grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
+                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -266,14 +267,14 @@ def signum_float16(
             for odd in tl.static_range(2):
                 signum_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-                    step_key, stream_key, False,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at & -8) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
                 grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -281,8 +282,9 @@ def signum_float16(
             if start < count:
                 live = few < count - start
                 signum_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, before + start + (few & -8) | few & 7,
-                    grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
+                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -391,7 +393,7 @@ def signum_float32_has_momentum(
                 signum_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -399,7 +401,7 @@ def signum_float32_has_momentum(
         if start + TILE <= count:
             signum_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, momentum,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
                 one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -411,7 +413,7 @@ def signum_float32_has_momentum(
                 signum_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -596,7 +598,7 @@ def signum_bfloat16_has_momentum(
                 signum_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -606,7 +608,7 @@ def signum_bfloat16_has_momentum(
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -617,7 +619,7 @@ def signum_bfloat16_has_momentum(
                 signum_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -706,7 +708,7 @@ def signum_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 signum_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -715,7 +717,7 @@ def signum_bfloat16_has_momentum_small(
         if start + TILE <= count:
             signum_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -724,7 +726,7 @@ def signum_bfloat16_has_momentum_small(
                 live = few < count - start
                 signum_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -860,7 +862,7 @@ def signum_float16_has_momentum(
                 signum_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -870,7 +872,7 @@ def signum_float16_has_momentum(
             signum_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -881,7 +883,7 @@ def signum_float16_has_momentum(
                 signum_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -988,7 +990,7 @@ def signum_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 signum_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
                     momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -997,7 +999,7 @@ def signum_float16_has_momentum_small(
         if start + TILE <= count:
             signum_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1006,7 +1008,7 @@ def signum_float16_has_momentum_small(
                 live = few < count - start
                 signum_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 

@@ -843,7 +843,7 @@ def sm3_float32_no_factored(
                 sm3_float32_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps, grad_scale_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -851,7 +851,7 @@ def sm3_float32_no_factored(
         if start + TILE <= count:
             sm3_float32_no_factored_tile(
                 p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at & -8) | at & 7, eps, grad_scale_times_grad_scale,
+                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale,
                 minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -862,8 +862,8 @@ def sm3_float32_no_factored(
                 sm3_float32_no_factored_tile(
                     p_ptr + start, g_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -1056,7 +1056,7 @@ def sm3_bfloat16_no_factored(
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, eps,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
                     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1064,8 +1064,9 @@ def sm3_bfloat16_no_factored(
         if start + TILE <= count:
             sm3_bfloat16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1075,8 +1076,8 @@ def sm3_bfloat16_no_factored(
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -1162,15 +1163,15 @@ def sm3_bfloat16_no_factored_small(
             for odd in tl.static_range(2):
                 sm3_bfloat16_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, eps,
-                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                    accumulator_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_bfloat16_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1179,8 +1180,8 @@ def sm3_bfloat16_no_factored_small(
                 live = few < count - start
                 sm3_bfloat16_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -1326,7 +1327,7 @@ def sm3_float16_no_factored(
                 sm3_float16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, eps,
+                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
                     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1334,8 +1335,9 @@ def sm3_float16_no_factored(
         if start + TILE <= count:
             sm3_float16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1345,8 +1347,8 @@ def sm3_float16_no_factored(
                 sm3_float16_no_factored_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -1450,15 +1452,15 @@ def sm3_float16_no_factored_small(
             for odd in tl.static_range(2):
                 sm3_float16_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at & -8) | at & 7, eps,
-                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                    accumulator_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_float16_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                before + start + (at & -8) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1467,8 +1469,8 @@ def sm3_float16_no_factored_small(
                 live = few < count - start
                 sm3_float16_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    before + start + (few & -8) | few & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -3206,7 +3208,7 @@ def sm3_float32_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3215,7 +3217,7 @@ def sm3_float32_has_momentum_no_factored(
             sm3_float32_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3227,7 +3229,7 @@ def sm3_float32_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, eps, grad_scale_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3460,7 +3462,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum, eps,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3470,7 +3472,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                 accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3482,7 +3484,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, eps, grad_scale_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3580,7 +3582,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                 sm3_bfloat16_has_momentum_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3589,7 +3591,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
         if start + TILE <= count:
             sm3_bfloat16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at & -8) | at & 7, momentum, eps,
+                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
@@ -3599,7 +3601,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                 live = few < count - start
                 sm3_bfloat16_has_momentum_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few & -8) | few & 7, momentum, eps,
+                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
@@ -3773,7 +3775,7 @@ def sm3_float16_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, momentum, eps,
+                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3783,7 +3785,7 @@ def sm3_float16_has_momentum_no_factored(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                 accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at & -8) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                before + start + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3795,7 +3797,7 @@ def sm3_float16_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few & -8) | few & 7, momentum, eps, grad_scale_times_grad_scale,
+                    before + start + (few - (few & 7)) | few & 7, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3911,7 +3913,7 @@ def sm3_float16_has_momentum_no_factored_small(
                 sm3_float16_has_momentum_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3920,7 +3922,7 @@ def sm3_float16_has_momentum_no_factored_small(
         if start + TILE <= count:
             sm3_float16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at & -8) | at & 7, momentum, eps,
+                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
@@ -3930,7 +3932,7 @@ def sm3_float16_has_momentum_no_factored_small(
                 live = few < count - start
                 sm3_float16_has_momentum_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few & -8) | few & 7, momentum, eps,
+                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
@@ -3960,6 +3962,9 @@ OPTIONS = {
     "sm3_bfloat16_no_factored_small": {"maxnreg": 64},
     "sm3_float16_no_factored": {"maxnreg": 96},
     "sm3_float16_no_factored_small": {"maxnreg": 96},
+    "sm3_float32_has_momentum_1": {"maxnreg": 128},
+    "sm3_bfloat16_has_momentum_1": {"maxnreg": 128},
+    "sm3_float16_has_momentum_1": {"maxnreg": 128},
     "sm3_float32_has_momentum_no_factored": {"maxnreg": 64},
     "sm3_float32_has_momentum_no_factored_small": {"maxnreg": 64},
     "sm3_bfloat16_has_momentum_no_factored": {"maxnreg": 64},

@@ -103,7 +103,7 @@ def stable_adamw_float32_1_tile(
 def stable_adamw_float32_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -122,8 +122,9 @@ def stable_adamw_float32_1(
     begin = tl.load(row + 16) * pace + tl.load(row + 17) // 64 * 64
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -143,7 +144,7 @@ def stable_adamw_float32_1(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -164,7 +165,7 @@ def stable_adamw_float32_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -173,8 +174,9 @@ def stable_adamw_float32_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -185,11 +187,11 @@ def stable_adamw_float32_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -386,8 +388,9 @@ def stable_adamw_float32_small_1(
     tensor_sum_for_surprise_ptr = pointer(row + 7, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 11)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -415,8 +418,8 @@ def stable_adamw_float32_small_1(
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_small_1_tile(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -603,7 +606,7 @@ def stable_adamw_bfloat16_1_tile(
 def stable_adamw_bfloat16_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -622,8 +625,9 @@ def stable_adamw_bfloat16_1(
     begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -643,7 +647,7 @@ def stable_adamw_bfloat16_1(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -664,7 +668,7 @@ def stable_adamw_bfloat16_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -673,8 +677,9 @@ def stable_adamw_bfloat16_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -685,11 +690,11 @@ def stable_adamw_bfloat16_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -831,8 +836,8 @@ def stable_adamw_bfloat16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, eps, step_key,
-                    stream_key, False,
+                    rate_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -840,8 +845,8 @@ def stable_adamw_bfloat16_3(
             stable_adamw_bfloat16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps, step_key, stream_key,
-                False,
+                rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -852,7 +857,7 @@ def stable_adamw_bfloat16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps, step_key,
+                    rate_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps, step_key,
                     stream_key, True,
                 )
 
@@ -888,8 +893,9 @@ def stable_adamw_bfloat16_small_1(
     tensor_sum_for_surprise_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -917,8 +923,8 @@ def stable_adamw_bfloat16_small_1(
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_small_1_tile(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1039,7 +1045,7 @@ def stable_adamw_bfloat16_small_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1047,7 +1053,7 @@ def stable_adamw_bfloat16_small_3(
         if start + TILE <= count:
             stable_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, before + start + (at & -8) | at & 7, eps,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps,
                 beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1056,8 +1062,8 @@ def stable_adamw_bfloat16_small_3(
                 live = few < count - start
                 stable_adamw_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, before + start + (few & -8) | few & 7, eps,
-                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
+                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
                 )
 
 
@@ -1143,7 +1149,7 @@ def stable_adamw_float16_1_tile(
 def stable_adamw_float16_1(
     table, work, beta1_hat: tl.float32, scalar_1: tl.float32, scalar_2: tl.float32, beta2_hat: tl.float32,
     eps_times_eps: tl.float32, step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr,
-    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """stable_adamw: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1162,8 +1168,9 @@ def stable_adamw_float16_1(
     begin = tl.load(row + 17) * pace + tl.load(row + 18) // 64 * 64
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = BLOCKS
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
+    tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
         # Rows end within a block: tiles count blocks row by row, every access is masked.
@@ -1183,7 +1190,7 @@ def stable_adamw_float16_1(
                 g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, where, block, live,
                 live_block, number, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     else:
         at_block = tl.arange(0, BLOCKS)
         at = at_block[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -1204,7 +1211,7 @@ def stable_adamw_float16_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at & -8) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -1213,8 +1220,9 @@ def stable_adamw_float16_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at & -8) | at & 7,
-                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                before + start + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -1225,11 +1233,11 @@ def stable_adamw_float16_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, before + start + (few & -8) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, True,
                 )
-                tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1367,8 +1375,8 @@ def stable_adamw_float16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at & -8) | at & 7, eps, step_key,
-                    stream_key, False,
+                    rate_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1376,8 +1384,8 @@ def stable_adamw_float16_3(
             stable_adamw_float16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, before + start + (at & -8) | at & 7, eps, step_key, stream_key,
-                False,
+                rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1388,7 +1396,7 @@ def stable_adamw_float16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, before + start + (few & -8) | few & 7, eps, step_key,
+                    rate_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps, step_key,
                     stream_key, True,
                 )
 
@@ -1424,8 +1432,9 @@ def stable_adamw_float16_small_1(
     tensor_sum_for_surprise_ptr = pointer(row + 8, tl.float32, ALIGNED)  # float32 [partial results]  written
     numel = tl.load(row + 12)
     tensor_sum_terms = tl.full([TILE], 0.0, tl.float32)
-    LESS: tl.constexpr = TILE
+    LESS: tl.constexpr = TILE // 2
     few = tl.arange(0, LESS)
+    tensor_sum_terms_apart = tl.full([LESS], 0.0, tl.float32)
     at = tl.arange(0, TILE)
     origin = first * TILE
     g_ptr += origin
@@ -1453,8 +1462,8 @@ def stable_adamw_float16_small_1(
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_small_1_tile(
                 g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1))
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+    tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
 @triton.jit
@@ -1571,7 +1580,7 @@ def stable_adamw_float16_small_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at,
-                    before + start + odd * TILE + (at & -8) | at & 7, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
+                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1579,7 +1588,7 @@ def stable_adamw_float16_small_3(
         if start + TILE <= count:
             stable_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, before + start + (at & -8) | at & 7, eps,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps,
                 beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1588,22 +1597,22 @@ def stable_adamw_float16_small_3(
                 live = few < count - start
                 stable_adamw_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, before + start + (few & -8) | few & 7, eps,
-                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
+                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
                 )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "stable_adamw_float32_1": 256,
+    "stable_adamw_float32_1": 512,
     "stable_adamw_float32_3": 256,
     "stable_adamw_float32_small_1": 256,
     "stable_adamw_float32_small_3": 256,
-    "stable_adamw_bfloat16_1": 256,
+    "stable_adamw_bfloat16_1": 512,
     "stable_adamw_bfloat16_3": 256,
     "stable_adamw_bfloat16_small_1": 256,
     "stable_adamw_bfloat16_small_3": 256,
-    "stable_adamw_float16_1": 256,
+    "stable_adamw_float16_1": 512,
     "stable_adamw_float16_3": 256,
     "stable_adamw_float16_small_1": 256,
     "stable_adamw_float16_small_3": 256,
@@ -1611,15 +1620,15 @@ TILE = {
 
 # What NVIDIA's compiler is told of each kernel: registers per thread that it need not exceed, so that more run at a time.
 OPTIONS = {
-    "stable_adamw_float32_1": {"maxnreg": 80},
+    "stable_adamw_float32_1": {"maxnreg": 128},
     "stable_adamw_float32_3": {"maxnreg": 64},
     "stable_adamw_float32_small_1": {"maxnreg": 80},
     "stable_adamw_float32_small_3": {"maxnreg": 64},
-    "stable_adamw_bfloat16_1": {"maxnreg": 80},
+    "stable_adamw_bfloat16_1": {"maxnreg": 128},
     "stable_adamw_bfloat16_3": {"maxnreg": 64},
     "stable_adamw_bfloat16_small_1": {"maxnreg": 80},
     "stable_adamw_bfloat16_small_3": {"maxnreg": 64},
-    "stable_adamw_float16_1": {"maxnreg": 112},
+    "stable_adamw_float16_1": {"maxnreg": 128},
     "stable_adamw_float16_3": {"maxnreg": 96},
     "stable_adamw_float16_small_1": {"maxnreg": 80},
     "stable_adamw_float16_small_3": {"maxnreg": 96},
